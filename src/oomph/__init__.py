@@ -1,0 +1,1 @@
+"""oomph: makes any PyTorch model fit in the GPU memory you have."""

@@ -1,0 +1,40 @@
+"""Everything oomph refuses, with what to do about it (rule 7).
+
+All errors a user can cause derive from `OomphError`; the command line turns them into one line and
+exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OomphError(Exception):
+    """An error whose message tells the user what to do."""
+
+
+class UnknownName(OomphError):
+    """A model, GPU or option that is not in its catalogue; offers the nearest names."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], advice: str) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        super().__init__(f"unknown {kind} {name!r}{hint} ({advice})")
+        self.near = near
+
+
+class BadInput(OomphError):
+    """A value that cannot be meant: a negative batch, a budget of NaN bytes, a malformed file."""
+
+
+class CannotRehearse(OomphError):
+    """The step depends on something only real data can tell; names the op and the module."""
+
+
+class MissingExtra(OomphError):
+    """A feature whose optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is needed for this: pip install 'oomph[{extra}]'")
