@@ -1,0 +1,228 @@
+"""CUDA's autocast, on fake CPU tensors.
+
+CPU and CUDA autocast cast different ops. While a GPU is rehearsed, CUDA's lists (ATen's
+`autocast_mode.h`) are registered in the dispatcher in place of the CPU's, so every caller is seen:
+Python, C++ composites and recomputation inside backward alike. The weight cache is CUDA's too: a
+leaf that needs a gradient is cast once and the copy stays until the outermost region ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_LOWER_PRECISION = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+    mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()
+
+_FULL_PRECISION = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm
+    group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+    huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
+""".split()
+
+#: Ops that take a dtype: CUDA asks them to compute and answer in fp32, without a cast of their own.
+_FULL_PRECISION_BY_DTYPE = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar
+    norm.ScalarOpt_dim
+""".split()
+
+_WIDEST_INPUT = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+class WeightCache:
+    """The lower-precision copies autocast keeps of leaves that need a gradient."""
+
+    def __init__(self) -> None:
+        # Keyed by storage: a weak reference to the tensor would forbid converting its module.
+        self._copies: dict[int, Tensor] = {}
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """`tensor` in `dtype`, from the cache where autocast would keep it."""
+        cacheable = (
+            tensor.dtype is torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not cacheable:
+            return tensor.to(dtype)
+        key = tensor.untyped_storage()._cdata
+        if key not in self._copies:
+            self._copies[key] = tensor.to(dtype)
+        return self._copies[key]
+
+    def clear(self) -> None:
+        """Forget all copies, as leaving the outermost autocast region does."""
+        self._copies.clear()
+
+
+def _operator(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _kernel(run: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            return run(*args, **kwargs)
+
+    return kernel
+
+
+@contextlib.contextmanager
+def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
+    """While active, autocast to "cuda" works on fake CPU tensors the way it does on a GPU."""
+    cache = WeightCache()
+
+    def eligible(value: Any) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+            and on_gpu(value)
+        )
+
+    def backwards(cast: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
+        # C++ evaluates the casts of a call from the last argument to the first, and the order of
+        # allocations decides where they lie.
+        return [tree_map(cast, value) for value in reversed(args)][::-1]
+
+    def lower(operator: Any) -> Callable[..., Any]:
+        def cast(value: Any) -> Any:
+            dtype = torch.get_autocast_dtype("cpu")
+            if not eligible(value) or value.dtype is dtype:
+                return value
+            return cache.cast(value, dtype)
+
+        return _kernel(lambda *a, **k: operator(*backwards(cast, a), **tree_map(cast, k)))
+
+    def to_float(value: Any) -> Any:
+        return value.float() if eligible(value) and value.dtype is not torch.float32 else value
+
+    def full(operator: Any) -> Callable[..., Any]:
+        return _kernel(lambda *a, **k: operator(*backwards(to_float, a), **tree_map(to_float, k)))
+
+    def full_by_dtype(operator: Any) -> Callable[..., Any]:
+        takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
+        if not takes_dtype:
+            return full(operator)
+        at = [argument.name for argument in operator._schema.arguments].index("dtype")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = args[at] if len(args) > at else kwargs.get("dtype")
+            if given is None and eligible(args[0]) and args[0].dtype is not torch.float32:
+                if len(args) > at:
+                    args = (*args[:at], torch.float32, *args[at + 1 :])
+                else:
+                    kwargs = {**kwargs, "dtype": torch.float32}
+            return operator(*args, **kwargs)
+
+        return _kernel(run)
+
+    def widest(operator: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            dtypes = {value.dtype for value in _flat(args) if eligible(value)}
+            if torch.float32 in dtypes and len(dtypes) > 1:
+                args, kwargs = tree_map(to_float, args), tree_map(to_float, kwargs)
+            return operator(*args, **kwargs)
+
+        return _kernel(run)
+
+    policies = (
+        (_LOWER_PRECISION, lower),
+        (_FULL_PRECISION, full),
+        (_FULL_PRECISION_BY_DTYPE, full_by_dtype),
+        (_WIDEST_INPUT, widest),
+    )
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # replacing the CPU's own kernels is the point
+        for names, policy in policies:
+            for name in names:
+                library.impl(name, policy(_operator(name)), "AutocastCPU")
+        for name in _cast_on_the_cpu_only():
+            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+        with _cuda_means_cpu(cache):
+            yield
+
+
+@functools.cache
+def _cast_on_the_cpu_only() -> tuple[str, ...]:
+    """Ops that the CPU's autocast casts and CUDA's leaves alone, such as `cat`."""
+    ours = {*_LOWER_PRECISION, *_FULL_PRECISION, *_FULL_PRECISION_BY_DTYPE, *_WIDEST_INPUT}
+    known = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return tuple(
+        name.removeprefix("aten::")
+        for name in known
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
+        and name.removeprefix("aten::") not in ours
+    )
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+@contextlib.contextmanager
+def _cuda_means_cpu(cache: WeightCache) -> Iterator[None]:
+    """Questions about CUDA's autocast state are answered by the CPU's, where it is emulated."""
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        cache.clear()
+
+    def retarget(name: str) -> Any:
+        original = getattr(torch, name)
+
+        def asked(device_type: str | None = None, *rest: Any) -> Any:
+            return original("cpu" if device_type in (None, "cuda") else device_type, *rest)
+
+        return mock.patch.object(torch, name, asked)
+
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+    with contextlib.ExitStack() as stack:
+        for name in (
+            "is_autocast_enabled",
+            "get_autocast_dtype",
+            "set_autocast_enabled",
+            "set_autocast_dtype",
+        ):
+            stack.enter_context(retarget(name))
+        stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", clear_both))
+        try:
+            yield
+        finally:
+            cache.clear()
+    torch.set_autocast_enabled("cpu", enabled)
+    torch.set_autocast_dtype("cpu", dtype)

@@ -1,0 +1,115 @@
+"""Ops that PyTorch takes apart differently on a GPU than on a CPU.
+
+These are decided above autograd, so a fake CPU tensor would record the CPU's backward: another
+dropout, another batch norm, attention with its whole score matrix. While a GPU is rehearsed they are
+replaced in the dispatcher by calls of the op the GPU would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.gpus import GPU
+from oomph.rehearsal.attention import attend
+
+aten = torch.ops.aten
+
+#: Above the backend's own kernel whether or not autograd is on; inference mode drops the first.
+_KEYS = ("AutogradCPU", "CPU")
+
+
+@contextlib.contextmanager
+def cuda_composites(gpu: GPU, on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
+    """While active, composite ops on GPU tensors become the ops CUDA would run."""
+
+    def sdpa(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not on_gpu(query):
+            return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+            )[0]
+        return attend(
+            gpu, query, key, value, attn_mask, dropout_p, is_causal, scale, grouped=enable_gqa
+        )
+
+    def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+        if on_gpu(input) and train and 0 < p < 1 and input.numel() > 0:
+            return aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
+        if not train or p == 0 or input.numel() == 0:
+            return input
+        if p == 1:
+            return input * torch.zeros((), dtype=input.dtype)
+        return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+
+    def batch_norm(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        cudnn = (
+            on_gpu(input)
+            and cudnn_enabled
+            and training
+            and input.dtype in (torch.float32, torch.float16, torch.float64)
+            and weight is not None
+            and bias is not None
+            and (running_mean is None) == (running_var is None)
+            and input.dim() <= 5
+            and (input.dtype is torch.float16 or weight.dtype is input.dtype)
+        )
+        run = aten.cudnn_batch_norm if cudnn else aten.native_batch_norm
+        return run(  # type: ignore[no-any-return]
+            input, weight, bias, running_mean, running_var, training, momentum, eps
+        )[0]
+
+    def rms_norm(
+        input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None
+    ) -> Tensor:
+        return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]  # type: ignore[no-any-return]
+
+    def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return _softmax(aten._softmax, input, dim, dtype)
+
+    def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return _softmax(aten._log_softmax, input, dim, dtype)
+
+    def _softmax(run: Any, input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+        # CUDA reads fp16 and writes fp32 in one kernel; everything else is converted first.
+        fused = dtype is torch.float32 and input.dtype is torch.float16 and on_gpu(input)
+        if not fused and dtype is not None:
+            input = input.to(dtype)
+        return run(input, dim, fused)  # type: ignore[no-any-return]
+
+    kernels: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": sdpa,
+        "dropout": dropout,
+        "batch_norm": batch_norm,
+        "rms_norm": rms_norm,
+        "softmax.int": softmax,
+        "log_softmax.int": log_softmax,
+    }
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, kernel in kernels.items():
+            for key in _KEYS:
+                library.impl(name, kernel, key)
+        yield

@@ -1,0 +1,319 @@
+"""Sees every op of the rehearsed step and writes down the memory it would take on the GPU.
+
+The step runs on fake CPU tensors. Each storage is given a *side*: the GPU that is rehearsed, or the
+host. A storage's birth and death on the GPU's side become a `Block`; the host's are only remembered
+so that a copy back and forth is told from a computation.
+
+The recorder is a dispatch mode, so it sees what autograd and recomputation do as well. It is popped
+while it works: what a fake kernel does inside is not memory the real kernel would take. What the
+real kernel takes beyond its outputs comes from `Rules`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomph.rehearsal.timeline import Block, Category, Span, Timeline
+from oomph.rehearsal.values import KnownValues
+
+aten = torch.ops.aten
+
+
+class Side(Enum):
+    """Where a storage lives."""
+
+    GPU = "gpu"
+    HOST = "host"
+
+
+class Rules(Protocol):
+    """What a device's kernels do that the fake ones do not."""
+
+    def replace(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The outputs of an op whose shape or dtype differs on this device, or NotImplemented."""
+
+    def scratch(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> Sequence[int]:
+        """Sizes the real kernel allocates and frees inside the op, in order."""
+
+    def lasting(self, func: Any, in_backward: bool) -> Sequence[tuple[str, int]]:
+        """(key, size) of workspaces that stay after the first op that needs them."""
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors among an op's arguments or results, lists included."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+
+
+class _Storage:
+    """What is known of one storage: its side and, on the GPU's, its block."""
+
+    __slots__ = ("block", "nbytes", "reference", "side")
+
+    def __init__(self, side: Side, nbytes: int) -> None:
+        self.side = side
+        self.nbytes = nbytes
+        self.block: Block | None = None
+        self.reference: weakref.ref[Any] | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the timeline of whatever runs while it is active."""
+
+    def __init__(self, rules: Rules, default_side: Side) -> None:
+        super().__init__()
+        self.timeline = Timeline()
+        self.values = KnownValues()
+        #: True while a fake kernel runs: tensors then show the device they are faked on.
+        self.busy = False
+        #: Bytes of GPU tensors alive now, and the most there were since `reset_peak`.
+        self.allocated = 0
+        self.peak_allocated = 0
+        self._rules = rules
+        self._default_side = default_side
+        self._storages: dict[int, _Storage] = {}
+        self._workspaces: set[str] = set()
+        self._placing: Side | None = None
+        self._modules: list[str] = []
+        self._phase = ""
+        self._in_forward = False
+        # Autograd nodes are numbered as they are made; the number tells a backward op's module.
+        self._sequence_starts: list[int] = []
+        self._sequence_modules: list[str] = []
+        self._ops_seen: list[Callable[[Any], None]] = []
+
+    # -- what the timeline says about a moment ------------------------------------------------
+
+    def tick(self) -> int:
+        """The next event's number."""
+        self.timeline.events += 1
+        return self.timeline.events - 1
+
+    def reset_peak(self) -> None:
+        """Count the peak anew from what is alive now."""
+        self.peak_allocated = self.allocated
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Everything inside belongs to the phase `name`."""
+        start, before, self._phase = self.timeline.events, self._phase, name
+        try:
+            yield
+        finally:
+            self.timeline.spans.append(Span(name, start, self.timeline.events))
+            self._phase = before
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Blocks made inside and still alive at its end are activations."""
+        start, self._in_forward = len(self.timeline.blocks), True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+            for block in self.timeline.blocks[start:]:
+                if block.death is None and block.category is Category.TEMPORARY:
+                    block.category = Category.ACTIVATION
+
+    @contextlib.contextmanager
+    def placing(self, side: Side) -> Iterator[None]:
+        """New storages made inside are on this side, whatever the op's inputs are."""
+        before, self._placing = self._placing, side
+        try:
+            yield
+        finally:
+            self._placing = before
+
+    def enter_module(self, path: str) -> None:
+        """The ops that follow belong to the module `path`."""
+        self._modules.append(path)
+        self._note_sequence()
+
+    def leave_module(self) -> None:
+        """Back to the module around."""
+        if self._modules:
+            self._modules.pop()
+        self._note_sequence()
+
+    def _note_sequence(self) -> None:
+        number = torch.autograd._get_sequence_nr()
+        if self._sequence_starts and number < self._sequence_starts[-1]:
+            return  # recomputation inside backward reuses no numbers, but another thread may
+        self._sequence_starts.append(number)
+        self._sequence_modules.append(self._modules[-1] if self._modules else "")
+
+    def _current_module(self) -> str:
+        node = torch._C._current_autograd_node()
+        if node is not None and not self._modules:
+            at = bisect.bisect_right(self._sequence_starts, node._sequence_nr()) - 1
+            return self._sequence_modules[at] if at >= 0 else ""
+        return self._modules[-1] if self._modules else ""
+
+    # -- sides ----------------------------------------------------------------------------------
+
+    def side_of(self, tensor: Tensor) -> Side:
+        """Where a tensor lives; what was made outside the rehearsal is on the host."""
+        record = self._storages.get(_key(tensor))
+        return record.side if record is not None else Side.HOST
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """The block a GPU tensor's storage was recorded as."""
+        record = self._storages.get(_key(tensor))
+        return record.block if record is not None else None
+
+    def categorise(self, tensors: Iterator[Tensor] | Sequence[Tensor], category: Category) -> None:
+        """Say what these tensors are for."""
+        for tensor in tensors:
+            block = self.block_of(tensor)
+            if block is not None:
+                block.category = category
+
+    # -- ops --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device  # C++ asks where to run: on the fake CPU, always
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            self.busy = True
+            try:
+                return self._run(func, args, kwargs)
+            finally:
+                self.busy = False
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        side = self._placing
+        device = kwargs.get("device")
+        if device is not None:
+            # "cpu" says nothing here: autograd's own conversions name the fake device.
+            side = side or (Side.GPU if is_gpu(device) else None)
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        inputs = list(tensors_in(args))
+        if kwargs:
+            inputs += tensors_in(kwargs)
+        for tensor in inputs:
+            self._adopt(tensor)
+        if side is None:
+            on_gpu = any(self.side_of(tensor) is Side.GPU for tensor in inputs)
+            side = Side.GPU if on_gpu else (Side.HOST if inputs else self._default_side)
+        elif func is aten._to_copy.default and self._is_no_copy(inputs[0], side, kwargs):
+            return aten.alias.default(inputs[0])
+
+        out = self.values.answer(func, args, kwargs)
+        if out is NotImplemented:
+            out = self._rules.replace(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        self._record(func, args, kwargs, out, side)
+        self.values.follow(func, args, kwargs, out)
+        return out
+
+    def _is_no_copy(self, tensor: Tensor, side: Side, kwargs: dict[str, Any]) -> bool:
+        """`.to(device)` of a tensor already there: the fake kernel cannot know, we do."""
+        return (
+            self.side_of(tensor) is side
+            and kwargs.get("dtype", tensor.dtype) in (None, tensor.dtype)
+            and kwargs.get("memory_format") in (None, torch.preserve_format)
+        )
+
+    def _adopt(self, tensor: Tensor) -> None:
+        """Remember a storage made outside the rehearsal, so that it is not taken for a new one."""
+        if _key(tensor) not in self._storages:
+            self._remember(tensor, Side.HOST)
+
+    def _record(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, side: Side
+    ) -> None:
+        in_backward = torch._C._current_autograd_node() is not None
+        if side is Side.GPU:
+            for key, size in self._rules.lasting(func, in_backward):
+                if key not in self._workspaces:
+                    self._workspaces.add(key)
+                    self._allocate(size, key, Category.WORKSPACE)
+        fresh: list[_Storage] = []
+        for tensor in tensors_in(out):
+            record = self._storages.get(_key(tensor))
+            if record is None:
+                record = self._remember(tensor, side)
+                if side is Side.GPU:
+                    record.block = self._allocate(record.nbytes, str(func))
+                    fresh.append(record)
+            elif record.nbytes != tensor.untyped_storage().nbytes():
+                self._resize(record, tensor.untyped_storage().nbytes(), str(func))
+        if side is Side.GPU:
+            scratch = [
+                self._allocate(size, str(func)) for size in self._rules.scratch(func, args, kwargs, out)
+            ]
+            for block in scratch:
+                self._free(block)
+
+    def _remember(self, tensor: Tensor, side: Side) -> _Storage:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        record = _Storage(side, storage.nbytes())
+        record.reference = weakref.ref(storage, lambda _, key=key: self._bury(key))
+        self._storages[key] = record
+        return record
+
+    def _allocate(self, size: int, op: str, category: Category = Category.TEMPORARY) -> Block:
+        block = Block(
+            size=size,
+            birth=self.tick(),
+            category=category,
+            module=self._current_module(),
+            op=op,
+            phase=self._phase,
+            in_forward=self._in_forward,
+        )
+        self.timeline.blocks.append(block)
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def _free(self, block: Block) -> None:
+        block.death = self.tick()
+        self.allocated -= block.size
+
+    def _resize(self, record: _Storage, nbytes: int, op: str) -> None:
+        record.nbytes = nbytes
+        if record.block is not None:
+            category = record.block.category
+            self._free(record.block)
+            record.block = self._allocate(nbytes, op, category)
+
+    def _bury(self, key: int) -> None:
+        record = self._storages.pop(key, None)
+        if record is not None and record.block is not None:
+            self._free(record.block)
+        self.values.forget(key)
+
+
+def is_gpu(device: Any) -> bool:
+    """Whether a device, however it is written, is the GPU that is rehearsed."""
+    if isinstance(device, int):
+        return True
+    return torch.device(device).type == "cuda"
+
+
+def _key(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata

@@ -1,0 +1,249 @@
+"""Values that can be known without a GPU, and what is assumed where they cannot.
+
+Masks, lengths and flags decide shapes and branches, and they are small: they are computed for real
+beside the fake tensors, as long as everything they come from is known. The rest (losses, routing,
+sampled tokens) is answered with a stated placeholder, or refused where a branch or a shape would
+hang on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from oomph.errors import CannotRehearse
+
+aten = torch.ops.aten
+
+#: Values of larger tensors are not followed: they decide no branch, and would cost real memory.
+MOST_ELEMENTS = 1 << 20
+#: Floats are followed only while they are scalars such as a loss scale; weights never are.
+MOST_FLOATS = 64
+#: A branch asked this often on one line without an answer is an endless loop.
+MOST_QUESTIONS = 10_000
+
+#: Truth of a boolean nobody can know: numbers are finite, and a mask hides nothing.
+_ASSUMED_TRUTH = {aten.isnan.default: False, aten.isinf.default: False, aten.isfinite.default: True}
+_ASSUMED_TRUTH |= dict.fromkeys((aten.all.default, aten.all.dim), True)
+
+#: Ops whose output shape hangs on values, and the most rows they can give.
+_WORST_CASE: dict[Any, Callable[..., tuple[int, ...]]] = {
+    aten.nonzero.default: lambda tensor: (tensor.numel(), tensor.dim()),
+    aten.masked_select.default: lambda tensor, mask: (max(tensor.numel(), mask.numel()),),
+}
+
+
+class KnownValues:
+    """Real contents of small storages, kept beside their fake tensors."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, torch.UntypedStorage] = {}
+        #: Which op made a boolean scalar whose value is not known.
+        self._origin: dict[int, Any] = {}
+        #: What was assumed, in words, and how often.
+        self.assumed: Counter[str] = Counter()
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """The contents of `fake` are those of `real`."""
+        if not _small(real):
+            return
+        with _disable_current_modes():
+            copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype).copy_(real)
+        self._contents[_key(fake)] = copy.untyped_storage()
+
+    def forget(self, key: int) -> None:
+        """The storage died, or something unknown was written to it."""
+        self._contents.pop(key, None)
+        self._origin.pop(key, None)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The real tensor, or None where it is not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if _small(tensor) else None
+        if tensor.constant is not None:
+            return tensor.constant
+        storage = self._contents.get(_key(tensor))
+        if storage is None:
+            return None
+        with _disable_current_modes():
+            return torch.empty(0, dtype=tensor.dtype).set_(
+                storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of an op that reads values, or NotImplemented for all others."""
+        if func is aten._local_scalar_dense.default or func is aten.item.default:
+            return self._scalar(args[0])
+        if func is aten.equal.default:
+            return self._equal(*args)
+        reads_shape = func in _WORST_CASE or torch.Tag.dynamic_output_shape in func.tags
+        if not reads_shape or (func is aten.index.Tensor and not _has_mask(args[1])):
+            return NotImplemented
+        real = self._compute(func, args, kwargs)
+        if real is not None:
+            return tree_map(self._fake, real)
+        return self._bounded(func, args)
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Compute the real result beside the fake one, where everything it needs is known."""
+        outputs = list(_tensors(out))
+        if not outputs or torch.Tag.nondeterministic_seeded in func.tags:
+            self._forget_written(func, args, kwargs)
+            return
+        mutates = func._schema.is_mutable
+        if not mutates and all(_key(tensor) in self._contents for tensor in outputs):
+            return  # a view of something known
+        if not all(_small(tensor) for tensor in outputs):
+            self._forget_written(func, args, kwargs)
+            return
+        real = self._compute(func, args, kwargs)
+        if real is None:
+            self._forget_written(func, args, kwargs)
+            if outputs[0].dtype is torch.bool and outputs[0].numel() == 1:
+                self._origin[_key(outputs[0])] = func
+            return
+        if not mutates:
+            for fake, value in zip(outputs, _tensors(real), strict=True):
+                self.know(fake, value)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def _scalar(self, tensor: Tensor) -> Any:
+        real = self.of(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return real.item()
+        where = _line_of_the_user()
+        if tensor.dtype is torch.bool:
+            origin = self._origin.get(_key(tensor))
+            if origin in _ASSUMED_TRUTH:
+                return self._assume(_ASSUMED_TRUTH[origin], f"{_name(origin)}()", where)
+            if origin in _COMPARISONS:
+                return self._assume(False, f"a comparison ({_name(origin)})", where)
+            raise CannotRehearse(
+                f"{where} branches on a value that only real data can tell; rehearse with a real "
+                "sample batch, or take the branch out of the step"
+            )
+        if tensor.is_floating_point():
+            return self._assume(1.0, "a number read from the GPU", where)
+        return self._assume(1, "a whole number read from the GPU", where)
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        real_one, real_other = self.of(one), self.of(other)
+        if real_one is not None and real_other is not None:
+            with _disable_current_modes():
+                return torch.equal(real_one, real_other)
+        return bool(self._assume(one.shape == other.shape, "equal()", _line_of_the_user()))
+
+    def _assume(self, value: Any, what: str, where: str) -> Any:
+        note = f"{what} at {where} was taken to be {value}"
+        self.assumed[note] += 1
+        if self.assumed[note] > MOST_QUESTIONS:
+            raise CannotRehearse(f"{where} seems to wait for a value that only real data can tell")
+        return value
+
+    def _bounded(self, func: Any, args: Sequence[Any]) -> Any:
+        where = _line_of_the_user()
+        shape = _WORST_CASE.get(func)
+        if shape is None:
+            raise CannotRehearse(
+                f"{_name(func)} at {where} makes a tensor whose size only real data can tell; "
+                "rehearse with a real sample batch"
+            )
+        rows = shape(*args)
+        self.assumed[f"{_name(func)} at {where} was taken to select everything: {rows}"] += 1
+        dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
+        return torch.empty(rows, dtype=dtype)
+
+    # -- computing --------------------------------------------------------------------------------
+
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The op's real result, or None if an input is unknown; writes in place as the op does."""
+        unknown = False
+
+        def real_of(value: Any) -> Any:
+            nonlocal unknown
+            if isinstance(value, Tensor):
+                real = self.of(value)
+                unknown |= real is None
+                return real
+            return value
+
+        real_args, real_kwargs = tree_map(real_of, (tuple(args), kwargs))
+        if unknown:
+            return None
+        try:
+            with _disable_current_modes():
+                return func(*real_args, **real_kwargs)
+        except Exception:
+            return None  # an op only a GPU has: its value stays unknown
+
+    def _fake(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        self.know(fake, value)
+        return fake
+
+    def _forget_written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if not func._schema.is_mutable or func in _KEEPS_VALUES:
+            return
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(named.get(argument.name)):
+                    self.forget(_key(tensor))
+
+
+_COMPARISONS = {
+    getattr(getattr(aten, name), overload)
+    for name in ("lt", "le", "gt", "ge", "ne", "eq")
+    for overload in ("Scalar", "Tensor")
+}
+#: The loss scaler's check writes "an infinity was found"; gradients are taken to be finite.
+_KEEPS_VALUES = {aten._amp_foreach_non_finite_check_and_unscale_.default}
+
+
+def _has_mask(indices: Sequence[Any]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _small(tensor: Tensor) -> bool:
+    most = MOST_FLOATS if tensor.is_floating_point() or tensor.is_complex() else MOST_ELEMENTS
+    return tensor.numel() <= most
+
+
+def _name(func: Any) -> str:
+    return str(func).removeprefix("aten.").partition(".")[0]
+
+
+def _line_of_the_user() -> str:
+    """The innermost line of Python that belongs neither to torch nor to oomph."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*ours, "<")):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return "an unknown line"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
