@@ -1,0 +1,1 @@
+"""A job's real step on fake tensors: every allocation and free, with no GPU."""

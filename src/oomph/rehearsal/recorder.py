@@ -50,6 +50,24 @@ class Rules(Protocol):
         """(key, size) of workspaces that stay after the first op that needs them."""
 
 
+class PlainKernels:
+    """Rules of a device whose kernels take nothing but their outputs."""
+
+    def replace(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """No op is different."""
+        return NotImplemented
+
+    def scratch(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> Sequence[int]:
+        """No scratch."""
+        return ()
+
+    def lasting(self, func: Any, in_backward: bool) -> Sequence[tuple[str, int]]:
+        """No workspaces."""
+        return ()
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors among an op's arguments or results, lists included."""
     if isinstance(tree, Tensor):
@@ -93,11 +111,9 @@ class Recorder(TorchDispatchMode):
         self._placing: Side | None = None
         self._modules: list[str] = []
         self._phase = ""
-        self._in_forward = False
         # Autograd nodes are numbered as they are made; the number tells a backward op's module.
         self._sequence_starts: list[int] = []
         self._sequence_modules: list[str] = []
-        self._ops_seen: list[Callable[[Any], None]] = []
 
     # -- what the timeline says about a moment ------------------------------------------------
 
@@ -123,11 +139,10 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Blocks made inside and still alive at its end are activations."""
-        start, self._in_forward = len(self.timeline.blocks), True
+        start = len(self.timeline.blocks)
         try:
             yield
         finally:
-            self._in_forward = False
             for block in self.timeline.blocks[start:]:
                 if block.death is None and block.category is Category.TEMPORARY:
                     block.category = Category.ACTIVATION
@@ -159,7 +174,9 @@ class Recorder(TorchDispatchMode):
         self._sequence_starts.append(number)
         self._sequence_modules.append(self._modules[-1] if self._modules else "")
 
-    def _current_module(self) -> str:
+    @property
+    def current_module(self) -> str:
+        """The module whose forward or backward is running."""
         node = torch._C._current_autograd_node()
         if node is not None and not self._modules:
             at = bisect.bisect_right(self._sequence_starts, node._sequence_nr()) - 1
@@ -261,7 +278,8 @@ class Recorder(TorchDispatchMode):
                 self._resize(record, tensor.untyped_storage().nbytes(), str(func))
         if side is Side.GPU:
             scratch = [
-                self._allocate(size, str(func)) for size in self._rules.scratch(func, args, kwargs, out)
+                self._allocate(size, str(func))
+                for size in self._rules.scratch(func, args, kwargs, out)
             ]
             for block in scratch:
                 self._free(block)
@@ -279,10 +297,9 @@ class Recorder(TorchDispatchMode):
             size=size,
             birth=self.tick(),
             category=category,
-            module=self._current_module(),
+            module=self.current_module,
             op=op,
             phase=self._phase,
-            in_forward=self._in_forward,
         )
         self.timeline.blocks.append(block)
         self.allocated += size

@@ -36,8 +36,8 @@ class Block:
     op: str = ""
     phase: str = ""
     stream: int = 0
-    #: Made while the forward pass ran; an activation if it outlives it, else a temporary.
-    in_forward: bool = False
+    #: Scratch of a library that chooses its size by itself: the true size may differ.
+    doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True)

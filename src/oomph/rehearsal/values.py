@@ -115,6 +115,12 @@ class KnownValues:
             for fake, value in zip(outputs, _tensors(real), strict=True):
                 self.know(fake, value)
 
+    def notes(self) -> list[str]:
+        """What was assumed, in words."""
+        return [
+            f"{note} ({count} times)" if count > 1 else note for note, count in self.assumed.items()
+        ]
+
     # -- reading ----------------------------------------------------------------------------------
 
     def _scalar(self, tensor: Tensor) -> Any:

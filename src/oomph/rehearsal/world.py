@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from oomph.gpus import GPU
-from oomph.rehearsal.autocast import cuda_autocast
-from oomph.rehearsal.composites import cuda_composites
-from oomph.rehearsal.cuda_answers import cuda_answers
-from oomph.rehearsal.kernels import CudaKernels
-from oomph.rehearsal.recorder import Recorder, Side, is_gpu
+from oomph.rehearsal.cuda.autocast import cuda_autocast
+from oomph.rehearsal.cuda.composites import cuda_composites
+from oomph.rehearsal.cuda.answers import cuda_answers
+from oomph.rehearsal.cuda.kernels import CudaKernels
+from oomph.rehearsal.recorder import PlainKernels, Recorder, Side, is_gpu
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -108,9 +108,32 @@ def _swap_tensors(one: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
+class _NotFake:
+    """Libraries take other paths when they see a fake tensor; shown this class, they see none."""
+
+
 @contextlib.contextmanager
-def pretend(gpu: GPU) -> Iterator[Recorder]:
-    """Everything inside runs on fake tensors and believes in `gpu`; yields the recorder."""
+def pretend(gpu: GPU | None) -> Iterator[Recorder]:
+    """Everything inside runs on fake tensors and believes in `gpu`; yields the recorder.
+
+    With None the CPU itself is rehearsed: its tensors are counted, and no CUDA rule applies.
+    """
+    with mock.patch.object(torch._subclasses, "FakeTensor", _NotFake):
+        if gpu is not None:
+            with _pretend_gpu(gpu) as recorder:
+                yield recorder
+        else:
+            recorder = Recorder(PlainKernels(), default_side=Side.GPU)
+            with (
+                mock.patch.object(torch.utils, "swap_tensors", _swap_tensors),
+                FakeTensorMode(allow_non_fake_inputs=True),
+                recorder,
+            ):
+                yield recorder
+
+
+@contextlib.contextmanager
+def _pretend_gpu(gpu: GPU) -> Iterator[Recorder]:
     recorder = Recorder(CudaKernels(gpu=gpu), default_side=Side.HOST)
 
     def on_gpu(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
-from oomph.rehearsal.attention import attend
+from oomph.rehearsal.cuda.attention import attend
 
 aten = torch.ops.aten
 

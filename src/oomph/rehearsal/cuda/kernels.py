@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
-from oomph.rehearsal.reductions import reduction_scratch
+from oomph.rehearsal.cuda.reductions import reduction_scratch
 
 aten = torch.ops.aten
 _Scratch = Callable[["CudaKernels", Sequence[Any], dict[str, Any], Any], list[int]]

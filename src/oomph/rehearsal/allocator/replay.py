@@ -13,25 +13,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from oomph.errors import BadInput, OomphError
-from oomph.rehearsal.allocator_pool import Block, Pool
-from oomph.rehearsal.allocator_settings import (
+from oomph.rehearsal.allocator.pool import Block, Pool
+from oomph.rehearsal.allocator.settings import (
     DEFAULT_SETTINGS,
     POWER2_INTERVALS,
     AllocatorSettings,
 )
 from oomph.units import MIB, format_bytes
-
-__all__ = [
-    "NULL",
-    "Allocator",
-    "AllocatorSettings",
-    "AllocatorStats",
-    "OutOfMemory",
-    "Segment",
-    "SegmentBlock",
-    "TraceEvent",
-    "replay_trace",
-]
 
 NULL = 0
 """The handle of an empty allocation."""
@@ -237,6 +225,11 @@ class Allocator:
         self._inactive_split += size if split else size - block.size
         if self._inactive_split > self._peak_inactive_split:
             self._peak_inactive_split = self._inactive_split
+
+    @property
+    def allocated(self) -> int:
+        """Bytes handed out now; cheap, unlike a whole snapshot of `stats`."""
+        return self._allocated
 
     def empty_cache(self) -> None:
         """Give back what is unused: whole segments, or whole pages of expandable segments."""

@@ -109,7 +109,6 @@ def _cudnn_can(
         and d_value % 8 == 0
         and key.shape[2] != 1
         and (dropout == 0.0 or query.shape[2] != 1)
-        and (dropout * 16).is_integer()
         and not torch.are_deterministic_algorithms_enabled()
     )
 

@@ -1,0 +1,1 @@
+"""What happens on the device: the step itself."""
