@@ -4,13 +4,30 @@ import oomph
 print(oomph.estimate(job, gpu="rtx-4090"))
 """
 
-from oomph.errors import BadInput, CannotRehearse, MissingExtra, OomphError, UnknownName
-from oomph.estimate import Estimate, Ledgers, estimate
-from oomph.gpus import GPU, find_gpu, known_gpus
-from oomph.job import Job
-from oomph.job_sources import job_from_config, job_from_factory, job_from_name
-from oomph.rehearsal.phases import rehearse
-from oomph.rehearsal.timeline import Block, Category, Timeline
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oomph.errors import BadInput, CannotRehearse, MissingExtra, OomphError, UnknownName
+    from oomph.estimation import Estimate, Ledgers, estimate
+    from oomph.gpus import GPU, find_gpu, known_gpus
+    from oomph.job import Job
+    from oomph.job_sources import job_from_config, job_from_factory, job_from_name
+    from oomph.models import find_model, known_models
+    from oomph.rehearsal.phases import rehearse
+    from oomph.rehearsal.timeline import Block, Category, Timeline
+
+#: Where each public name lives. It is imported when first used: `oomph --help` needs no torch.
+_HOMES = {
+    "errors": ("BadInput", "CannotRehearse", "MissingExtra", "OomphError", "UnknownName"),
+    "estimation": ("Estimate", "Ledgers", "estimate"),
+    "gpus": ("GPU", "find_gpu", "known_gpus"),
+    "job": ("Job",),
+    "job_sources": ("job_from_config", "job_from_factory", "job_from_name"),
+    "models": ("find_model", "known_models"),
+    "rehearsal.phases": ("rehearse",),
+    "rehearsal.timeline": ("Block", "Category", "Timeline"),
+}
 
 __all__ = [
     "GPU",
@@ -27,9 +44,24 @@ __all__ = [
     "UnknownName",
     "estimate",
     "find_gpu",
+    "find_model",
     "job_from_config",
     "job_from_factory",
     "job_from_name",
     "known_gpus",
+    "known_models",
     "rehearse",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"oomph.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'oomph' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from oomph.errors import BadInput, UnknownName
+from oomph.errors import BadInput, CannotRehearse, UnknownName
 
 Precision = Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16"]
 Checkpointing = Literal["none", "full"]
@@ -99,7 +100,10 @@ def batch_size(batch: Any) -> int:
     ]
     if not sizes:
         raise BadInput("the batch holds no tensor with a batch dimension")
-    return max(sizes, key=sizes.count)
+    size = max(sizes, key=sizes.count)
+    if size == 0:
+        raise BadInput("the batch is empty: it holds no samples")
+    return size
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
@@ -117,12 +121,31 @@ def make_optimizer(name: str) -> MakeOptimizer:
     """A named optimizer: a class of `torch.optim` in lower case, with `-fused` or `-momentum`."""
     classes = {cls.__name__.lower(): cls for cls in _optimizer_classes()}
     base, _, variant = name.lower().partition("-")
-    options = {"": {}, "fused": {"fused": True}, "momentum": {"momentum": 0.9}}
-    if base not in classes or variant not in options:
+    options: dict[str, dict[str, Any]] = {
+        "": {},
+        "fused": {"fused": True},
+        "momentum": {"momentum": 0.9},
+    }
+    takes = inspect.signature(classes[base]).parameters if base in classes else {}
+    if base not in classes or variant not in options or not options[variant].keys() <= takes.keys():
         known = [*classes, "adamw-fused", "adam-fused", "sgd-momentum"]
         raise UnknownName("optimizer", name, known, "names are those of torch.optim")
+    check_optimizer(classes[base])
     make = functools.partial(classes[base], **options[variant])
     return functools.partial(make, lr=1e-3) if base == "sgd" else make
+
+
+def check_optimizer(kind: type[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers whose step cannot be rehearsed."""
+    for cls, why in _NOT_REHEARSED.items():
+        if issubclass(kind, cls):
+            raise CannotRehearse(f"{kind.__name__} {why}; choose another optimizer")
+
+
+_NOT_REHEARSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "computes the loss as often in one step as the data make it",
+    torch.optim.SparseAdam: "wants sparse gradients, whose size only real data can tell",
+}
 
 
 def _optimizer_classes() -> list[type[torch.optim.Optimizer]]:
@@ -146,7 +169,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
     if not blocks:
         raise BadInput(f"{type(model).__name__} has no repeated blocks to checkpoint")
     for block in blocks:
-        block.forward = functools.partial(  # type: ignore[method-assign]
+        block.forward = functools.partial(
             torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
         )
 

@@ -51,7 +51,7 @@ def find_gpu(name: str) -> GPU:
     """The GPU meant by `name`: `h200`, `RTX 4090` or `NVIDIA A100-SXM4-80GB` as torch prints it."""
     gpu = _by_spelling().get(_spelling(name))
     if gpu is None:
-        advice = "`known_gpus()` lists those with published numbers"
+        advice = "`oomph gpus` lists them all"
         raise UnknownName("GPU", name, _catalogue(), advice)
     return gpu
 

@@ -57,7 +57,7 @@ def find_model(name: str) -> ModelEntry:
     """The model meant by `name`: `llama-3.2-1b` or `meta-llama/Llama-3.2-1B` as the hub has it."""
     entry = _by_spelling().get(_spelling(name))
     if entry is None:
-        advice = "`known_models()` lists them all; a path to a config.json works too"
+        advice = "`oomph models` lists them all; a path to a config.json works too"
         raise UnknownName("model", name.rsplit("/", 1)[-1], _catalogue(), advice)
     return entry
 

@@ -27,15 +27,12 @@ class DeviceOverhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Uncertainty:
-    """How far allocated and reserved memory may be off."""
+    """How far a prediction may be off, as a part of it, both ways."""
 
-    relative: float
-    """Of allocated, both ways."""
+    allocated: float
     reserved: float
-    """Of reserved, both ways."""
-    below: int
-    above: int
-    """Bytes, for kernels whose scratch memory is not known."""
+    doubtful: bool
+    """Whether some scratch memory is of a size that a library chooses by itself."""
     reasons: tuple[str, ...]
 
 
@@ -54,23 +51,21 @@ def device_overhead(gpu: GPU | None) -> DeviceOverhead:
     )
 
 
-def uncertainty(timeline: Timeline, gpu: GPU | None, peak_event: int) -> Uncertainty:
+def uncertainty(timeline: Timeline, gpu: GPU | None) -> Uncertainty:
     """How wide the interval around a prediction must be, and why."""
     if gpu is None:
-        return Uncertainty(relative=0.0, reserved=0.0, below=0, above=0, reasons=())
+        return Uncertainty(allocated=0.0, reserved=0.0, doubtful=False, reasons=())
     data = _data()["uncertainty"]
     entry = data["measured"] if gpu.architecture in data["architectures"] else data["other"]
     reasons = [entry["how"]]
-    doubtful = [block for block in timeline.alive_at(peak_event) if block.doubtful]
-    spread = sum(block.size for block in doubtful)
-    if spread:
-        ops = ", ".join(sorted({block.op for block in doubtful}))
-        reasons.append(f"the library chooses the workspace of {ops} by itself")
+    doubtful = sorted({block.op for block in timeline.blocks if block.doubtful})
+    if doubtful:
+        ops = ", ".join(doubtful)
+        reasons.append(f"the library chooses the workspace of {ops} by itself: none, or twice ours")
     return Uncertainty(
-        relative=entry["allocated"],
+        allocated=entry["allocated"],
         reserved=entry["reserved"],
-        below=spread,
-        above=spread,
+        doubtful=bool(doubtful),
         reasons=tuple(reasons),
     )
 

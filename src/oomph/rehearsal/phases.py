@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import tree_map
 
 from oomph.errors import BadInput, CannotRehearse, OomphError, UnknownName
 from oomph.gpus import GPU
-from oomph.job import Job, build_model, make_batch, make_optimizer
-from oomph.rehearsal.recorder import Recorder
+from oomph.job import (
+    Job,
+    batch_size,
+    build_model,
+    check_optimizer,
+    make_batch,
+    make_optimizer,
+)
+from oomph.rehearsal.observing import mark_gradients, mark_optimizer_state
+from oomph.rehearsal.recorder import Recorder, tensors_in
 from oomph.rehearsal.timeline import Category, Timeline
 from oomph.rehearsal.world import pretend
 from oomph.running.step import evaluate, make_scaler, train_step
@@ -29,13 +40,14 @@ def rehearse(job: Job, gpu: GPU | None, phases: Sequence[str] = PHASES) -> Timel
     for phase in phases:
         if phase not in PHASES:
             raise UnknownName("phase", phase, PHASES, f"phases are {', '.join(PHASES)}")
-    with pretend(gpu) as recorder:
+    # Shuffling is done for real, so that a batch is known; the user's random stream must not notice.
+    with torch.random.fork_rng(devices=[]), pretend(gpu) as recorder:
         try:
             _rehearse(job, recorder, gpu, set(phases))
         except OomphError:
             raise
         except Exception as error:
-            where = recorder.current_module or type(job.model).__name__
+            where = recorder.failed_in or recorder.current_module or "the model"
             raise CannotRehearse(
                 f"the step failed in {where}: {type(error).__name__}: {error}"
             ) from error
@@ -47,17 +59,18 @@ def _rehearse(job: Job, recorder: Recorder, gpu: GPU | None, phases: set[str]) -
     device = "cuda" if gpu is not None else "cpu"
     with recorder.phase("build"):
         actors = _fake_actors(job)
+        recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
         model = actors.model.to(device)
         _follow_modules(model, recorder)
         recorder.categorise(list(model.parameters()), Category.PARAMETER)
         recorder.categorise(list(model.buffers()), Category.BUFFER)
+        if job.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
+            raise BadInput("no parameter of the model needs a gradient: there is nothing to train")
         optimizer = actors.make_optimizer(model)
         batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, actors.batch)
-        recorder.categorise(list(_tensors(batch)), Category.INPUT)
+        recorder.categorise(list(tensors_in(batch)), Category.INPUT)
     steps = [phase for phase in ("first step", "step") if phases & {phase, "step", "save"}]
     if optimizer is not None:
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise BadInput("no parameter of the model needs a gradient: there is nothing to train")
         scaler = make_scaler(job, device)
         _mark_gradients(model, recorder)
         for phase in steps:
@@ -70,9 +83,9 @@ def _rehearse(job: Job, recorder: Recorder, gpu: GPU | None, phases: set[str]) -
                     device_type=device,
                     scaler=scaler,
                     around_forward=recorder.forward,
+                    choose_parts=_first_of_each_size,
                 )
-                for state in optimizer.state.values():
-                    recorder.categorise(list(_tensors(state)), Category.OPTIMIZER)
+                mark_optimizer_state(optimizer, recorder)
     if "eval" in phases:
         with recorder.phase("eval"):
             evaluate(job, model, batch, device_type=device)
@@ -91,13 +104,16 @@ class _Actors:
     job: Job
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        if self.optimizer is not None:
-            return self.optimizer
-        make = self.job.optimizer
-        if isinstance(make, str):
-            make = make_optimizer(make)
-        assert not isinstance(make, torch.optim.Optimizer)
-        return make([p for p in model.parameters() if p.requires_grad]) if make else None
+        optimizer = self.optimizer
+        if optimizer is None:
+            make = self.job.optimizer
+            if isinstance(make, str):
+                make = make_optimizer(make)
+            assert not isinstance(make, torch.optim.Optimizer)
+            optimizer = make([p for p in model.parameters() if p.requires_grad]) if make else None
+        if optimizer is not None:
+            check_optimizer(type(optimizer))
+        return optimizer
 
 
 def _fake_actors(job: Job) -> _Actors:
@@ -105,14 +121,25 @@ def _fake_actors(job: Job) -> _Actors:
     assert isinstance(mode, FakeTensorMode)
     optimizer = job.optimizer if isinstance(job.optimizer, torch.optim.Optimizer) else None
     if isinstance(job.model, nn.Module):
+        for module in job.model.modules():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                _refuse_lazy(module)
         # Copied together: the optimizer must keep pointing at the model's own parameters.
         with FakeCopyMode(mode):
             model, optimizer = copy.deepcopy((job.model, optimizer))
         fake_job = Job(**{**vars(job), "model": model})
         model = build_model(fake_job)
     else:
-        model = build_model(job)
+        with mock.patch.object(LazyModuleMixin, "__init__", _refuse_lazy):
+            model = build_model(job)
     return _Actors(model=model, batch=_fake_batch(job, mode), optimizer=optimizer, job=job)
+
+
+def _refuse_lazy(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
+    raise CannotRehearse(
+        f"{type(module).__name__} takes its sizes from the first batch it sees: run one batch "
+        "through the model, then give the job that model instead of a function"
+    )
 
 
 def _fake_batch(job: Job, mode: FakeTensorMode) -> Any:
@@ -125,34 +152,38 @@ def _follow_modules(model: nn.Module, recorder: Recorder) -> None:
         if not path:
             continue
         module.register_forward_pre_hook(lambda *_, path=path: recorder.enter_module(path))
-        module.register_forward_hook(lambda *_: recorder.leave_module(), always_call=True)
+        module.register_forward_hook(lambda *_: _leave(recorder), always_call=True)
+
+
+def _leave(recorder: Recorder) -> None:
+    if sys.exc_info()[0] is not None:  # called while an error passes: innermost module first
+        recorder.failed_in = recorder.failed_in or recorder.current_module
+    recorder.leave_module()
 
 
 def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
     def mark(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            recorder.categorise([parameter.grad], Category.GRADIENT)
+        mark_gradients([parameter], recorder)
 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(mark)
 
 
+def _first_of_each_size(parts: list[Any]) -> list[Any]:
+    """Enough micro-batches to stand for all: those of one size repeat the same events.
+
+    The first makes the gradients, the second adds to them, the third finds the allocator's cache as
+    the second left it; what follows is the third again.
+    """
+    last = parts[-1] if batch_size(parts[-1]) != batch_size(parts[0]) else None
+    return parts[:3] + ([last] if last is not None and len(parts) > 3 else [])
+
+
 def _save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Every tensor of model and optimizer goes to the host, one after the other."""
-    for tensor in _tensors(model.state_dict()):
+    for tensor in tensors_in(model.state_dict()):
         tensor.cpu()
     if optimizer is not None:
-        for tensor in _tensors(optimizer.state_dict()["state"]):
+        for tensor in tensors_in(optimizer.state_dict()["state"]):
             tensor.cpu()
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)

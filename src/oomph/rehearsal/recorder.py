@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -22,6 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomph.errors import CannotRehearse
+from oomph.rehearsal.in_place import (
+    Holders,
+    held_by_autograd_alone,
+    holders,
+    is_in_place,
+    may_be_in_place,
+)
 from oomph.rehearsal.timeline import Block, Category, Span, Timeline
 from oomph.rehearsal.values import KnownValues
 
@@ -35,6 +43,19 @@ class Side(Enum):
     HOST = "host"
 
 
+class Burst:
+    """Scratch blocks that a kernel holds at the same time, and frees before it returns."""
+
+    __slots__ = ("after", "doubtful", "sizes")
+
+    def __init__(self, *sizes: int, doubtful: bool = False, after: int | None = None) -> None:
+        self.sizes = sizes
+        #: How many of the op's outputs are allocated before this; None: all of them.
+        self.after = after
+        #: A library chooses the size by itself; the true one may differ.
+        self.doubtful = doubtful
+
+
 class Rules(Protocol):
     """What a device's kernels do that the fake ones do not."""
 
@@ -43,11 +64,19 @@ class Rules(Protocol):
 
     def scratch(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> Sequence[int]:
-        """Sizes the real kernel allocates and frees inside the op, in order."""
+    ) -> Sequence[Burst]:
+        """What the real kernel allocates and frees inside the op, one burst after the other."""
 
-    def lasting(self, func: Any, in_backward: bool) -> Sequence[tuple[str, int]]:
+    def lasting(
+        self, func: Any, args: Sequence[Any], in_backward: bool
+    ) -> Sequence[tuple[str, int]]:
         """(key, size) of workspaces that stay after the first op that needs them."""
+
+    def output_order(self, func: Any) -> Sequence[int] | None:
+        """The order in which the kernel allocates its outputs, None if it is theirs."""
+
+    def host_outputs(self, func: Any) -> Collection[int]:
+        """Which of the op's outputs are on the host although its inputs are not."""
 
 
 class PlainKernels:
@@ -59,12 +88,22 @@ class PlainKernels:
 
     def scratch(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> Sequence[int]:
+    ) -> Sequence[Burst]:
         """No scratch."""
         return ()
 
-    def lasting(self, func: Any, in_backward: bool) -> Sequence[tuple[str, int]]:
+    def lasting(
+        self, func: Any, args: Sequence[Any], in_backward: bool
+    ) -> Sequence[tuple[str, int]]:
         """No workspaces."""
+        return ()
+
+    def output_order(self, func: Any) -> Sequence[int] | None:
+        """Theirs."""
+        return None
+
+    def host_outputs(self, func: Any) -> Collection[int]:
+        """None."""
         return ()
 
 
@@ -101,6 +140,10 @@ class Recorder(TorchDispatchMode):
         self.values = KnownValues()
         #: True while a fake kernel runs: tensors then show the device they are faked on.
         self.busy = False
+        #: Arguments of the torch function that is running, for ops inside it that have none.
+        self.arguments: Sequence[Any] = ()
+        #: The innermost module that an error came out of.
+        self.failed_in = ""
         #: Bytes of GPU tensors alive now, and the most there were since `reset_peak`.
         self.allocated = 0
         self.peak_allocated = 0
@@ -112,6 +155,10 @@ class Recorder(TorchDispatchMode):
         self._modules: list[str] = []
         self._phase = ""
         # Autograd nodes are numbered as they are made; the number tells a backward op's module.
+        held_by_autograd_alone()  # measured once, outside of any backward
+        #: The autograd node that runs, and the event at which it was first seen.
+        self._node: tuple[str, int] | None = None
+        self._node_start = 0
         self._sequence_starts: list[int] = []
         self._sequence_modules: list[str] = []
 
@@ -210,12 +257,32 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device  # C++ asks where to run: on the fake CPU, always
         kwargs = kwargs or {}
+        self._follow_node()
+        watched = self._node is not None and may_be_in_place(func) and isinstance(args[0], Tensor)
+        held = holders(args) if watched else None
         with torch._C.DisableTorchFunction():
             self.busy = True
             try:
+                if held is not None and self._writes_in_place(func, args, held):
+                    self.values.forget(_key(args[0]))
+                    return args[0]
                 return self._run(func, args, kwargs)
             finally:
                 self.busy = False
+
+    def _follow_node(self) -> None:
+        node = torch._C._current_autograd_node()
+        key = None if node is None else (node.name(), node._sequence_nr())
+        if key != self._node:
+            self._node, self._node_start = key, self.timeline.events
+
+    def _writes_in_place(self, func: Any, args: Sequence[Any], held: Holders) -> bool:
+        assert self._node is not None
+        block = self.block_of(args[0])
+        if block is None:
+            return False
+        made_by_node = block.birth >= self._node_start
+        return is_in_place(func, self._node[0], args, made_by_node, held)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         side = self._placing
@@ -231,7 +298,7 @@ class Recorder(TorchDispatchMode):
             self._adopt(tensor)
         if side is None:
             on_gpu = any(self.side_of(tensor) is Side.GPU for tensor in inputs)
-            side = Side.GPU if on_gpu else (Side.HOST if inputs else self._default_side)
+            side = Side.GPU if on_gpu else self._default_side if inputs else self._side_of_new()
         elif func is aten._to_copy.default and self._is_no_copy(inputs[0], side, kwargs):
             return aten.alias.default(inputs[0])
 
@@ -244,6 +311,17 @@ class Recorder(TorchDispatchMode):
         self.values.follow(func, args, kwargs, out)
         return out
 
+    def _side_of_new(self) -> Side:
+        """Where an op without tensors to go by puts its result when no device is named.
+
+        Inside backward or a composite op on GPU tensors, C++ names the device of those tensors,
+        which for it is the fake CPU.
+        """
+        on_gpu = torch._C._current_autograd_node() is not None or any(
+            self.side_of(tensor) is Side.GPU for tensor in tensors_in(self.arguments)
+        )
+        return Side.GPU if on_gpu else self._default_side
+
     def _is_no_copy(self, tensor: Tensor, side: Side, kwargs: dict[str, Any]) -> bool:
         """`.to(device)` of a tensor already there: the fake kernel cannot know, we do."""
         return (
@@ -251,6 +329,14 @@ class Recorder(TorchDispatchMode):
             and kwargs.get("dtype", tensor.dtype) in (None, tensor.dtype)
             and kwargs.get("memory_format") in (None, torch.preserve_format)
         )
+
+    def adopt(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> None:
+        """Count tensors that no op made, such as those of a copied model."""
+        for tensor in tensors:
+            if _key(tensor) not in self._storages:
+                record = self._remember(tensor, self._default_side)
+                if record.side is Side.GPU:
+                    record.block = self._allocate(record.nbytes, "copy")
 
     def _adopt(self, tensor: Tensor) -> None:
         """Remember a storage made outside the rehearsal, so that it is not taken for a new one."""
@@ -260,28 +346,48 @@ class Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, side: Side
     ) -> None:
-        in_backward = torch._C._current_autograd_node() is not None
+        host_outputs: Collection[int] = ()
+        bursts: Sequence[Burst] = ()
         if side is Side.GPU:
-            for key, size in self._rules.lasting(func, in_backward):
-                if key not in self._workspaces:
-                    self._workspaces.add(key)
-                    self._allocate(size, key, Category.WORKSPACE)
-        fresh: list[_Storage] = []
-        for tensor in tensors_in(out):
+            host_outputs = self._rules.host_outputs(func)
+            bursts = self._rules.scratch(func, args, kwargs, out)
+        outputs = list(enumerate(tensors_in(out)))
+        order = self._rules.output_order(func)
+        if order is not None:
+            outputs = [outputs[at] for at in order]
+        for count, (index, tensor) in enumerate(outputs):
+            self._pass(str(func), [burst for burst in bursts if burst.after == count])
+            if tensor.layout is not torch.strided:
+                raise CannotRehearse(
+                    f"{func} makes a sparse tensor, whose size only real data can tell; for an "
+                    "embedding, sparse=False makes its gradient dense"
+                )
             record = self._storages.get(_key(tensor))
             if record is None:
-                record = self._remember(tensor, side)
-                if side is Side.GPU:
+                # A view of what the recorder never saw: a constant from outside the step.
+                outside = func.is_view and func is not aten.lift_fresh.default
+                on_host = outside or index in host_outputs
+                record = self._remember(tensor, Side.HOST if on_host else side)
+                if record.side is Side.GPU:
                     record.block = self._allocate(record.nbytes, str(func))
-                    fresh.append(record)
             elif record.nbytes != tensor.untyped_storage().nbytes():
                 self._resize(record, tensor.untyped_storage().nbytes(), str(func))
-        if side is Side.GPU:
-            scratch = [
-                self._allocate(size, str(func))
-                for size in self._rules.scratch(func, args, kwargs, out)
-            ]
-            for block in scratch:
+        if side is not Side.GPU:
+            return
+        in_backward = torch._C._current_autograd_node() is not None
+        for key, size in self._rules.lasting(func, args, in_backward):
+            if key not in self._workspaces:
+                self._workspaces.add(key)
+                self._allocate(size, key, Category.WORKSPACE)
+        late = [b for b in bursts if b.after is None or b.after >= len(outputs)]
+        self._pass(str(func), late)
+
+    def _pass(self, op: str, bursts: Sequence[Burst]) -> None:
+        """Scratch comes and goes, the last block first."""
+        for burst in bursts:
+            blocks = [self._allocate(size, op) for size in burst.sizes if size]
+            for block in reversed(blocks):
+                block.doubtful = burst.doubtful
                 self._free(block)
 
     def _remember(self, tensor: Tensor, side: Side) -> _Storage:

@@ -34,6 +34,7 @@ MOST_QUESTIONS = 10_000
 #: Truth of a boolean nobody can know: numbers are finite, and a mask hides nothing.
 _ASSUMED_TRUTH = {aten.isnan.default: False, aten.isinf.default: False, aten.isfinite.default: True}
 _ASSUMED_TRUTH |= dict.fromkeys((aten.all.default, aten.all.dim), True)
+_ASSUMED_TRUTH |= dict.fromkeys((aten.any.default, aten.any.dim), False)
 
 #: Ops whose output shape hangs on values, and the most rows they can give.
 _WORST_CASE: dict[Any, Callable[..., tuple[int, ...]]] = {
@@ -57,8 +58,15 @@ class KnownValues:
         if not _small(real):
             return
         with _disable_current_modes():
-            copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype).copy_(real)
-        self._contents[_key(fake)] = copy.untyped_storage()
+            storage = real.untyped_storage()
+            if real.stride() == fake.stride() and real.storage_offset() == fake.storage_offset():
+                if storage.nbytes() > MOST_ELEMENTS * 8:
+                    return  # a small part of something large
+                storage = storage.clone()  # all of it: other views of the storage may follow
+            else:
+                copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype)
+                storage = copy.copy_(real).untyped_storage()
+        self._contents[_key(fake)] = storage
 
     def forget(self, key: int) -> None:
         """The storage died, or something unknown was written to it."""
@@ -85,6 +93,8 @@ class KnownValues:
             return self._scalar(args[0])
         if func is aten.equal.default:
             return self._equal(*args)
+        if func in _CTC_LOSSES:
+            return self._ctc_loss(*args[:4])
         reads_shape = func in _WORST_CASE or torch.Tag.dynamic_output_shape in func.tags
         if not reads_shape or (func is aten.index.Tensor and not _has_mask(args[1])):
             return NotImplemented
@@ -132,25 +142,27 @@ class KnownValues:
         if tensor.dtype is torch.bool:
             origin = self._origin.get(_key(tensor))
             if origin in _ASSUMED_TRUTH:
-                return self._assume(_ASSUMED_TRUTH[origin], f"{_name(origin)}()", where)
+                return self.assume(_ASSUMED_TRUTH[origin], f"{_name(origin)}()", where)
             if origin in _COMPARISONS:
-                return self._assume(False, f"a comparison ({_name(origin)})", where)
+                return self.assume(False, f"a comparison ({_name(origin)})", where)
             raise CannotRehearse(
                 f"{where} branches on a value that only real data can tell; rehearse with a real "
                 "sample batch, or take the branch out of the step"
             )
         if tensor.is_floating_point():
-            return self._assume(1.0, "a number read from the GPU", where)
-        return self._assume(1, "a whole number read from the GPU", where)
+            return self.assume(1.0, "a number read from the GPU", where)
+        return self.assume(1, "a whole number read from the GPU", where)
 
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         real_one, real_other = self.of(one), self.of(other)
         if real_one is not None and real_other is not None:
             with _disable_current_modes():
                 return torch.equal(real_one, real_other)
-        return bool(self._assume(one.shape == other.shape, "equal()", _line_of_the_user()))
+        return bool(self.assume(one.shape == other.shape, "equal()", _line_of_the_user()))
 
-    def _assume(self, value: Any, what: str, where: str) -> Any:
+    def assume(self, value: Any, what: str, where: str = "") -> Any:
+        """Use `value` for something nobody can know, and say so."""
+        where = where or _line_of_the_user()
         note = f"{what} at {where} was taken to be {value}"
         self.assumed[note] += 1
         if self.assumed[note] > MOST_QUESTIONS:
@@ -169,6 +181,22 @@ class KnownValues:
         self.assumed[f"{_name(func)} at {where} was taken to select everything: {rows}"] += 1
         dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
         return torch.empty(rows, dtype=dtype)
+
+    def _ctc_loss(
+        self, log_probs: Tensor, targets: Tensor, _: Any, target_lengths: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The losses, and the table they come from, as wide as the longest target."""
+        if isinstance(target_lengths, Tensor):
+            real = self.of(target_lengths)
+            with _disable_current_modes():
+                target_lengths = real.reshape(-1).tolist() if real is not None else None
+        longest = max(target_lengths or (targets.shape[-1],))
+        if target_lengths is None:
+            where = _line_of_the_user()
+            self.assumed[f"the targets of ctc_loss at {where} were taken to be {longest} long"] += 1
+        batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+        table = batch, log_probs.shape[0], 2 * longest + 1
+        return log_probs.new_empty(batch), log_probs.new_empty(table)
 
     # -- computing --------------------------------------------------------------------------------
 
@@ -215,6 +243,7 @@ _COMPARISONS = {
     for name in ("lt", "le", "gt", "ge", "ne", "eq")
     for overload in ("Scalar", "Tensor")
 }
+_CTC_LOSSES = {aten._ctc_loss.default, aten._ctc_loss.Tensor}
 #: The loss scaler's check writes "an infinity was found"; gradients are taken to be finite.
 _KEEPS_VALUES = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 
@@ -232,7 +261,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _small(tensor: Tensor) -> bool:
@@ -245,11 +274,33 @@ def _name(func: Any) -> str:
 
 
 def _line_of_the_user() -> str:
-    """The innermost line of Python that belongs neither to torch nor to oomph."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    """The innermost line of Python that belongs neither to torch nor to oomph.
+
+    An optimizer is called by oomph's own step; what it reads is said to be read by torch.
+    """
+    torchs = ""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*ours, "<")):
+    while frame is not None:
+        file, line = Path(frame.f_code.co_filename), frame.f_lineno
+        if file.is_relative_to(_TORCH):
+            if not torchs and file.name not in _MACHINERY:
+                torchs = f"torch/{file.relative_to(_TORCH)}:{line}"
+        elif file.is_relative_to(_OOMPH / "running"):
+            return torchs
+        elif not file.is_relative_to(_OOMPH) and not file.name.startswith("<"):
+            return f"{file.name}:{line}"
         frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return "an unknown line"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return torchs or "an unknown line"
+
+
+_TORCH = Path(torch.__file__).parent
+_OOMPH = Path(__file__).parent.parent
+#: Files of torch that any call may pass through.
+_MACHINERY = {
+    "_compile.py",
+    "eval_frame.py",
+    "_ops.py",
+    "overrides.py",
+    "_python_dispatch.py",
+    "_contextlib.py",
+}

@@ -2,7 +2,7 @@
 
 `pretend(gpu)` puts together what a rehearsal needs: fake tensors, the recorder, CUDA's autocast and
 composite ops, and answers to questions about devices. Python code sees GPU tensors on `cuda:0`;
-PyTorch's own machinery below sees fake CPU tensors, so it works on any build, with or without a GPU.
+PyTorch's own machinery below sees fake CPU tensors, so it works on any build, GPU or not.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from oomph.gpus import GPU
+from oomph.rehearsal.cpu import CpuKernels
+from oomph.rehearsal.cuda.answers import cuda_answers
 from oomph.rehearsal.cuda.autocast import cuda_autocast
 from oomph.rehearsal.cuda.composites import cuda_composites
-from oomph.rehearsal.cuda.answers import cuda_answers
 from oomph.rehearsal.cuda.kernels import CudaKernels
-from oomph.rehearsal.recorder import PlainKernels, Recorder, Side, is_gpu
+from oomph.rehearsal.reading import readable
+from oomph.rehearsal.recorder import Recorder, Side, is_gpu
+from oomph.rehearsal.timeline import Category
+from oomph.rehearsal.values import MOST_ELEMENTS
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -48,44 +53,89 @@ class _DeviceAnswers(TorchFunctionMode):
             return _DEVICE_QUESTIONS[func]
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             return self._move(func, args, kwargs)
+        if func is torch.Tensor.pin_memory:
+            return args[0]  # host memory is not counted, pinned or not
+        kwargs.pop("pin_memory", None)
+        if func in _DRAWS_WHOLE_NUMBERS:
+            return self._draw(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
-        if device is None:
-            return func(*args, **kwargs)
+        if device is None and func in torch.utils._device._device_constructors():
+            device = torch.utils._device.CURRENT_DEVICE
+        elif device is None and func is torch.Tensor.new_tensor:
+            device = args[0].device
+        if device is None or _is_meta(device):
+            before, self._recorder.arguments = self._recorder.arguments, args
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._recorder.arguments = before
         with self._recorder.placing(Side.GPU if is_gpu(device) else Side.HOST):
             return func(*args, **{**kwargs, "device": CPU})
 
+    def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Positions of samples, shuffled or drawn on the host, are drawn for real."""
+        fake = self._call(func, args, kwargs)
+        if (
+            self._recorder.side_of(fake) is Side.HOST
+            and not fake.is_floating_point()
+            and not fake._is_view()
+            and fake.numel() <= MOST_ELEMENTS
+            and "out" not in kwargs
+        ):
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                if func is torch.Tensor.random_:
+                    args = (torch.empty(fake.shape, dtype=fake.dtype), *args[1:])
+                self._recorder.values.know(fake, func(*args, **kwargs))
+        return fake
+
     def _move(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor, *rest = args
-        if func is torch.Tensor.cuda:
-            device: Any = CUDA
+        options = {k: v for k, v in kwargs.items() if k == "memory_format"}
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        copies = kwargs.get("copy", False)
+        if func is not torch.Tensor.to:
+            device = CUDA if func is torch.Tensor.cuda else CPU
             rest = []
-            kwargs = {k: v for k, v in kwargs.items() if k == "memory_format"}
-        elif func is torch.Tensor.cpu:
-            device = CPU
+        for other in [*rest, kwargs.get("other")]:
+            if isinstance(other, Tensor):
+                device, dtype = self._recorder.side_of(other), other.dtype
+            elif isinstance(other, torch.dtype):
+                dtype = other
+            elif other is not None and not isinstance(other, bool):
+                device = other
+        if sum(isinstance(flag, bool) for flag in rest) == 2:
+            copies = rest[-1]
+        here = self._recorder.side_of(tensor)
+        if device is None or isinstance(device, Side):
+            side = device or here
         else:
-            device = kwargs.pop("device", None) if "device" in kwargs else None
-            if rest and isinstance(rest[0], Tensor):
-                device = CUDA if self._recorder.side_of(rest[0]) is Side.GPU else CPU
-                rest[0] = rest[0].dtype
-            elif rest and (isinstance(rest[0], (str, torch.device)) or type(rest[0]) is int):
-                device, rest = rest[0], rest[1:]
-        if device is None:
-            return torch.Tensor.to(tensor, *rest, **kwargs) if rest or kwargs else tensor
-        side = Side.GPU if is_gpu(device) else Side.HOST
-        copies = kwargs.pop("copy", False)
-        kwargs.pop("non_blocking", None)
-        rest = [item for item in rest if not isinstance(item, bool)]
-        if self._recorder.side_of(tensor) is side and not copies:
-            return torch.Tensor.to(tensor, *rest, **kwargs) if rest or kwargs else tensor
+            side = Side.GPU if is_gpu(device) else Side.HOST
         with self._recorder.placing(side):
-            return torch.Tensor.to(tensor, *(rest or [tensor.dtype]), copy=True, **kwargs)
+            moved: Tensor = tensor.to(
+                dtype or tensor.dtype, copy=copies or side is not here, **options
+            )
+        if side is Side.GPU and here is Side.HOST and not self._recorder.current_module:
+            # Until more is known of it.
+            kind = Category.PARAMETER if isinstance(tensor, nn.Parameter) else Category.INPUT
+            self._recorder.categorise([moved], kind)
+        return moved
 
+
+_DRAWS_WHOLE_NUMBERS = {torch.randint, torch.randperm, torch.Tensor.random_}
 
 _DEVICE_QUESTIONS: dict[Any, Any] = {
     torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.get_device: 0,
 }
+
+
+def _is_meta(device: Any) -> bool:
+    """Whether nothing is asked for but shapes; making a fake tensor begins with that."""
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "meta"
 
 
 def _backward(
@@ -102,10 +152,17 @@ def _swap_tensors(one: Tensor, other: Tensor) -> None:
     """`torch.utils.swap_tensors` for fake tensors, weak references to them or not.
 
     PyTorch refuses where something watches a tensor weakly, and under fake tensors something always
-    does; the watcher keeps watching the same Python object, which is what converting a module wants.
+    does; the watcher keeps watching the same Python object, which is what converting it wants.
     """
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
+
+
+def _inference_mode(mode: Any = True) -> Any:
+    """`no_grad`: takes the same memory, and does not hide ops inside composite ones."""
+    if callable(mode):
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else torch.enable_grad()
 
 
 class _NotFake:
@@ -118,12 +175,16 @@ def pretend(gpu: GPU | None) -> Iterator[Recorder]:
 
     With None the CPU itself is rehearsed: its tensors are counted, and no CUDA rule applies.
     """
-    with mock.patch.object(torch._subclasses, "FakeTensor", _NotFake):
+    with (
+        mock.patch.object(torch._subclasses, "FakeTensor", _NotFake),
+        # A kernel that fails raises; its log beside that is of no use.
+        mock.patch.object(torch._subclasses.fake_tensor.log, "disabled", True),
+    ):
         if gpu is not None:
             with _pretend_gpu(gpu) as recorder:
                 yield recorder
         else:
-            recorder = Recorder(PlainKernels(), default_side=Side.GPU)
+            recorder = Recorder(CpuKernels(), default_side=Side.GPU)
             with (
                 mock.patch.object(torch.utils, "swap_tensors", _swap_tensors),
                 FakeTensorMode(allow_non_fake_inputs=True),
@@ -160,6 +221,9 @@ def _pretend_gpu(gpu: GPU) -> Iterator[Recorder]:
         enter(cuda_answers(gpu, recorder))
         enter(cuda_autocast(on_gpu))
         enter(cuda_composites(gpu, on_gpu))
+        for module in (torch, torch.autograd):
+            enter(mock.patch.object(module, "inference_mode", _inference_mode))
+        enter(readable(recorder))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(recorder)
         enter(_DeviceAnswers(recorder))

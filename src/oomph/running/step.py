@@ -38,10 +38,11 @@ def train_step(
     device_type: str = "cuda",
     scaler: torch.amp.GradScaler | None = None,
     around_forward: Around = contextlib.nullcontext,
+    choose_parts: Callable[[list[Any]], list[Any]] = list,
 ) -> None:
     """Forward and backward over the batch in micro-batches, then one optimizer step."""
     total = batch_size(batch)
-    parts = split_batch(batch, job.micro_batch) if job.micro_batch else [batch]
+    parts = choose_parts(split_batch(batch, job.micro_batch)) if job.micro_batch else [batch]
     for part in parts:
         with around_forward(), autocast(job, device_type):
             loss = compute_loss(job, model, part)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from oomph.errors import BadInput, OomphError
+from oomph.rehearsal.allocator.driver import DriverAddresses
 from oomph.rehearsal.allocator.pool import Block, Pool
 from oomph.rehearsal.allocator.settings import (
     DEFAULT_SETTINGS,
@@ -150,9 +151,7 @@ class Allocator:
         self._blocks: dict[int, Block] = {}
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
-        # The driver's addresses only ever rise: ranges it gets back are not used again. Addresses
-        # matter only to break ties between free blocks of one size.
-        self._next_address = _EXPANDABLE_RANGE
+        self._driver = DriverAddresses()
         self._large_searches = 0
 
         self._allocated = self._peak_allocated = 0
@@ -340,25 +339,21 @@ class Allocator:
         if self._expandable:
             room = pool.find_room(size)
             if room is None:
-                room = pool.add_range(self._addresses(_EXPANDABLE_RANGE), _EXPANDABLE_RANGE)
+                room = pool.add_range(self._driver.reserve(_EXPANDABLE_RANGE), _EXPANDABLE_RANGE)
             block, mapped = pool.take_room(room, size)
             self._reserved += mapped
             return block
-        block = Block(self._addresses(segment), segment, pool)
+        block = Block(self._driver.take(segment), segment, pool)
         self._blocks[block.address] = block
         self._reserved += segment
         self._segments += 1
         self._peak_segments = max(self._peak_segments, self._segments)
         return block
 
-    def _addresses(self, size: int) -> int:
-        address = self._next_address
-        self._next_address += size
-        return address
-
     def _release(self, block: Block) -> None:
         block.pool.take(block)
         del self._blocks[block.address]
+        self._driver.give_back(block.address, block.size)
         self._reserved -= block.size
         self._segments -= 1
 

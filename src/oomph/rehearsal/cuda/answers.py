@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from oomph.rehearsal.recorder import Recorder
 
 #: Computed once per GPU by the driver; nothing in a rehearsal depends on its value.
 _WARP = 32
+_CUDNN_VERSION = 91002
 
 
 def _properties(gpu: GPU) -> SimpleNamespace:
@@ -69,19 +70,71 @@ class _NoStream(contextlib.AbstractContextManager["_NoStream"]):
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def elapsed_time(self, *_: Any) -> float:
         return 0.0
 
 
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    """Generators made before or outside the rehearsal are generators, too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _REAL_GENERATOR)
+
+
+_REAL_GENERATOR = torch.Generator
+
+
+class _Generator(torch.Generator, metaclass=_AnyGenerator):
+    """A generator that says it is on the GPU if that was asked for, and draws on the fake CPU."""
+
+    _asked: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        made = super().__new__(cls, device="cpu")  # type: ignore[call-arg]
+        made._asked = torch.device(device)
+        return made
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._asked
+
+
 def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
+    """By name in `torch.cuda`."""
+
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
-    def allocated(*_: Any) -> int:
+    def allocated(*_: Any, **__: Any) -> int:
         return recorder.allocated
 
-    def peak(*_: Any) -> int:
+    def peak(*_: Any, **__: Any) -> int:
         return recorder.peak_allocated
+
+    def reset_peak(*_: Any, **__: Any) -> None:
+        recorder.reset_peak()
+
+    def stats(*_: Any, **__: Any) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": recorder.allocated,
+            "allocated_bytes.all.peak": recorder.peak_allocated,
+            "reserved_bytes.all.current": recorder.allocated,
+            "reserved_bytes.all.peak": recorder.peak_allocated,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    def free_and_total(*_: Any, **__: Any) -> tuple[int, int]:
+        return max(gpu.memory - recorder.allocated, 0), gpu.memory
+
+    def random_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
 
     capability = gpu.compute_capability or (9, 0)
     nothing = always(None)
@@ -89,30 +142,29 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
     return {
         "is_available": always(True),
         "is_initialized": always(True),
+        "_is_compiled": always(True),
         "device_count": always(1),
         "current_device": always(0),
+        "_exchange_device": always(0),
+        "_maybe_exchange_device": always(0),
         "get_device_name": always(gpu.name),
         "get_device_capability": always(capability),
         "get_device_properties": always(_properties(gpu)),
         "is_bf16_supported": always(capability >= (8, 0)),
         "is_tf32_supported": always(capability >= (8, 0)),
-        "mem_get_info": lambda *_: (max(gpu.memory - recorder.allocated, 0), gpu.memory),
+        "mem_get_info": free_and_total,
         "memory_allocated": allocated,
         "memory_reserved": allocated,
         "max_memory_allocated": peak,
         "max_memory_reserved": peak,
-        "memory_stats": lambda *_: {
-            "allocated_bytes.all.current": recorder.allocated,
-            "allocated_bytes.all.peak": recorder.peak_allocated,
-            "reserved_bytes.all.current": recorder.allocated,
-            "reserved_bytes.all.peak": recorder.peak_allocated,
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        },
-        "memory_summary": always("(a rehearsal: no memory is in use)"),
-        "reset_peak_memory_stats": lambda *_: recorder.reset_peak(),
-        "reset_max_memory_allocated": lambda *_: recorder.reset_peak(),
+        "memory_stats": stats,
+        "memory_snapshot": lambda *_, **__: [],
+        "memory_summary": lambda *_, **__: f"(rehearsed: {recorder.allocated} bytes allocated)",
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        "reset_accumulated_memory_stats": nothing,
         "set_per_process_memory_fraction": nothing,
+        "_record_memory_history": nothing,
         "empty_cache": nothing,
         "ipc_collect": nothing,
         "synchronize": nothing,
@@ -124,8 +176,8 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
         "seed": nothing,
         "seed_all": nothing,
         "initial_seed": always(0),
-        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
-        "get_rng_state_all": lambda *_: [torch.zeros(16, dtype=torch.uint8)],
+        "get_rng_state": random_state,
+        "get_rng_state_all": lambda *_, **__: [random_state()],
         "set_rng_state": nothing,
         "set_rng_state_all": nothing,
         "current_stream": always(stream),
@@ -136,8 +188,68 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
         "Event": _NoStream,
         "is_current_stream_capturing": always(False),
         "utilization": always(0),
+        "temperature": always(0),
+        "power_draw": always(0),
+        "clock_rate": always(0),
         "get_arch_list": always([f"sm_{capability[0]}{capability[1]}"]),
+        "range_push": always(0),
+        "range_pop": always(0),
+        "mark": nothing,
+        "start": nothing,
+        "stop": nothing,
     }
+
+
+#: What `torch.accelerator` calls the same questions.
+_ACCELERATOR_NAMES = {
+    "is_available": "is_available",
+    "device_count": "device_count",
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "get_memory_info": "mem_get_info",
+} | {
+    name: name
+    for name in (
+        "current_stream",
+        "empty_cache",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "memory_allocated",
+        "memory_reserved",
+        "memory_stats",
+        "reset_accumulated_memory_stats",
+        "reset_peak_memory_stats",
+        "set_stream",
+        "synchronize",
+    )
+}
+
+#: Modules of `torch.cuda` in which the same functions are found.
+_CUDA_MODULES = (
+    torch.cuda,
+    torch.cuda.memory,
+    torch.cuda.random,
+    torch.cuda.streams,
+    torch.cuda.nvtx,
+    torch.cuda.profiler,
+)
+
+
+class _Answer:
+    """An answer for as long as the rehearsal lasts; who kept it then gets the real function.
+
+    Libraries imported during a rehearsal may hold on to what they found in `torch.cuda`.
+    """
+
+    def __init__(self, module: ModuleType, name: str, answer: Any) -> None:
+        self._module, self._name, self._answer = module, name, answer
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(self._module, self._name)
+        return (self._answer if current is self else current)(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -146,9 +258,26 @@ def cuda_answers(gpu: GPU, recorder: Recorder) -> Iterator[None]:
     # Dynamo, which optimizers load, files torch's functions by identity once and for all: it must
     # find the real ones.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    answers = _answers(gpu, recorder)
     with contextlib.ExitStack() as stack:
-        for name, answer in _answers(gpu, recorder).items():
-            if hasattr(torch.cuda, name):
-                stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+
+        def put(module: Any, name: str, answer: Any) -> None:
+            if hasattr(module, name):
+                late = answer if isinstance(answer, type) else _Answer(module, name, answer)
+                stack.enter_context(mock.patch.object(module, name, late))
+
+        for module in _CUDA_MODULES:
+            for name, answer in answers.items():
+                put(module, name, answer)
+        for name, same in _ACCELERATOR_NAMES.items():
+            put(torch.accelerator, name, answers[same])
+        put(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+        put(torch.backends.cuda, "is_built", lambda: True)
+        put(torch.backends.cudnn, "is_available", lambda: True)
+        put(torch.backends.cudnn, "version", lambda: _CUDNN_VERSION)
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        stack.enter_context(
+            mock.patch.object(torch.cuda, "default_generators", (_Generator("cuda:0"),))
+        )
         stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
         yield

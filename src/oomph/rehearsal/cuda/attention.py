@@ -76,8 +76,8 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.shape[1] == key.shape[1] == value.shape[1]
 
 
-def _last_stride_is_one(*tensors: Tensor) -> bool:
-    return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
+def _last_stride_is_one(*tensors: Tensor | None) -> bool:
+    return all(t is None or t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -102,7 +102,7 @@ def _cudnn_can(
         and query.dtype in _HALF
         and not (mask is not None and _wants_gradient(mask))
         and _dense_4d(query, key, value)
-        and _last_stride_is_one(query, key, value)
+        and _last_stride_is_one(query, key, value, mask)
         and (grouped or _same_heads(query, key, value))
         and max(d_query, d_value) <= limit
         and d_query % 8 == 0
@@ -133,7 +133,7 @@ def _flash_can(
         and mask is None
         and query.dtype in _HALF
         and _dense_4d(query, key, value)
-        and _last_stride_is_one(query, key, value)
+        and _last_stride_is_one(query, key, value, mask)
         and (grouped or _same_heads(query, key, value))
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
         and not (causal and query.shape[2] != key.shape[2])
@@ -159,7 +159,7 @@ def _efficient_can(
     return (
         query.dtype in dtypes
         and _dense_4d(query, key, value)
-        and all(t.stride(-1) == 1 for t in (query, key, value))
+        and all(t is None or t.stride(-1) == 1 for t in (query, key, value, mask))
         and _same_heads(query, key, value)
         and query.shape[-1] == key.shape[-1]
         and query.shape[-1] % alignment == 0

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from oomph.gpus import GPU
 from oomph.rehearsal.cuda.attention import attend
+from oomph.rehearsal.cuda.recurrent import run_recurrent
 
 aten = torch.ops.aten
 
@@ -45,6 +46,17 @@ def cuda_composites(gpu: GPU, on_gpu: Callable[[Tensor], bool]) -> Iterator[None
         return attend(
             gpu, query, key, value, attn_mask, dropout_p, is_causal, scale, grouped=enable_gqa
         )
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None and bias.dim() == 1 and input.dim() > 1 and input.is_contiguous():
+            rows = input.flatten(0, -2) if input.dim() > 2 else input
+            out = torch.addmm(bias, rows, weight.t())
+            return out.unflatten(0, input.shape[:-1]) if input.dim() > 2 else out
+        if bias is not None and input.dim() == 2:
+            return torch.addmm(bias, input, weight.t())
+        out = torch.matmul(input, weight.t())
+        # In place: PyTorch only avoids it because a mode is watching.
+        return out.add_(bias) if bias is not None else out
 
     def dropout(input: Tensor, p: float, train: bool) -> Tensor:
         if on_gpu(input) and train and 0 < p < 1 and input.numel() > 0:
@@ -100,8 +112,27 @@ def cuda_composites(gpu: GPU, on_gpu: Callable[[Tensor], bool]) -> Iterator[None
             input = input.to(dtype)
         return run(input, dim, fused)  # type: ignore[no-any-return]
 
+    def recurrent(mode: str) -> Callable[..., Any]:
+        def run(input: Tensor, states: Any, params: Any, *options: Any) -> tuple[Tensor, ...]:
+            states = [states] if isinstance(states, Tensor) else states
+            dtype = torch.get_autocast_dtype("cpu")
+            if torch.is_autocast_enabled("cpu") and input.dtype is torch.float32:
+                # Autocast casts the whole buffer of weights at once, and does not keep it.
+                flat = torch.cat([weight.flatten().to(dtype) for weight in params])
+                parts = flat.split([weight.numel() for weight in params])
+                params = [p.view(w.shape) for p, w in zip(parts, params, strict=True)]
+                input, states = input.to(dtype), [state.to(dtype) for state in states]
+            return run_recurrent(mode, input, states, params, *options)
+
+        return run
+
     kernels: dict[str, Callable[..., Any]] = {
+        "lstm.input": recurrent("lstm"),
+        "gru.input": recurrent("gru"),
+        "rnn_tanh.input": recurrent("rnn_tanh"),
+        "rnn_relu.input": recurrent("rnn_relu"),
         "scaled_dot_product_attention": sdpa,
+        "linear": linear,
         "dropout": dropout,
         "batch_norm": batch_norm,
         "rms_norm": rms_norm,

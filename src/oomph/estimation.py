@@ -11,8 +11,10 @@ from typing import Any, Literal
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job
 from oomph.rehearsal.allocator import Allocator, AllocatorSettings, OutOfMemory
+from oomph.rehearsal.allocator.replay import SHARED_SEGMENT
 from oomph.rehearsal.hidden import DeviceOverhead, Uncertainty, device_overhead, uncertainty
 from oomph.rehearsal.phases import PHASES, rehearse
+from oomph.rehearsal.replaying import PhasePeak, add_up, replay, retries_within
 from oomph.rehearsal.timeline import Timeline
 from oomph.units import parse_bytes
 
@@ -120,7 +122,7 @@ class Estimate:
         return render_text(self)
 
     def _repr_html_(self) -> str:
-        from oomph.reporting.text import render_html
+        from oomph.reporting.html import render_html
 
         return render_html(self)
 
@@ -164,54 +166,67 @@ def judge(
     seconds: float,
 ) -> Estimate:
     """Replay a timeline through the allocator and compare it with the budget."""
-    replay = _replay(timeline, settings)
+    shown = replay(timeline, settings) if gpu is not None else add_up(timeline)
     overhead = device_overhead(gpu)
-    doubt = uncertainty(timeline, gpu, replay.peak_event)
+    doubt = uncertainty(timeline, gpu)
 
-    def ledgers(allocated: int, reserved: int) -> Ledgers:
-        if gpu is None:  # the CPU has no caching allocator: tensor bytes are all there is
-            return Ledgers(allocated=allocated, reserved=allocated, device=allocated)
-        return Ledgers(allocated=allocated, reserved=reserved, device=reserved + overhead.expected)
+    def ledgers(peak: PhasePeak) -> Ledgers:
+        return Ledgers(
+            allocated=peak.allocated,
+            reserved=peak.reserved,
+            device=peak.reserved + overhead.expected,
+        )
 
-    peak = ledgers(replay.allocated, replay.reserved)
-    interval = _intervals(peak, overhead, doubt)
-    alive = timeline.alive_at(replay.peak_event)
-    first = next((block for block in alive if block.birth == replay.peak_event), None)
-    verdict, retries = _verdict(timeline, settings, budget, gpu, overhead, doubt, interval)
+    highest = shown.peak(phases)
+    alive = timeline.alive_at(highest.event)
+    newest = max(alive, key=lambda block: block.birth, default=None)
+    verdict, retries = _verdict(timeline, settings, budget, gpu, overhead, doubt, highest)
     return Estimate(
         job=job,
         gpu=gpu.name if gpu is not None else None,
         verdict=verdict,
         budget=budget,
-        peak=peak,
-        interval=interval,
+        peak=ledgers(highest),
+        interval=_intervals(timeline, settings, phases, highest, overhead, doubt),
         interval_reasons=(*doubt.reasons, *overhead.reasons),
-        phases={name: ledgers(*replay.phases[name]) for name in phases if name in replay.phases},
+        phases={name: ledgers(shown.phases[name]) for name in phases if name in shown.phases},
         categories_at_peak=_totals((str(block.category), block.size) for block in alive),
         modules_at_peak=_totals((_anonymous(block.module), block.size) for block in alive),
         peak_at=PeakAt(
-            phase=timeline.span_at(replay.peak_event),
-            module=first.module if first else "",
-            op=first.op if first else "",
-            event=replay.peak_event,
+            phase=timeline.span_at(highest.event),
+            module=newest.module if newest else "",
+            op=newest.op if newest else "",
+            event=highest.event,
         ),
-        fragmentation=replay.fragmentation if gpu is not None else 0.0,
+        fragmentation=highest.fragmentation,
         allocator_retries=retries,
-        smallest_budget=_smallest_budget(timeline, settings, gpu, overhead, peak),
+        smallest_budget=_smallest_budget(timeline, settings, gpu, overhead, doubt, highest),
         notes=tuple(timeline.notes),
         seconds=seconds,
         timeline=timeline,
     )
 
 
-def _intervals(peak: Ledgers, overhead: DeviceOverhead, doubt: Uncertainty) -> dict[str, Interval]:
+def _intervals(
+    timeline: Timeline,
+    settings: AllocatorSettings,
+    phases: Sequence[str],
+    peak: PhasePeak,
+    overhead: DeviceOverhead,
+    doubt: Uncertainty,
+) -> dict[str, Interval]:
+    """What the job could take if every doubtful workspace were absent, or twice as large."""
+    least = most = peak
+    if doubt.doubtful:
+        least = replay(timeline, settings, doubtful=0.0).peak(phases)
+        most = replay(timeline, settings, doubtful=2.0).peak(phases)
     allocated = Interval(
-        low=int(peak.allocated * (1 - doubt.relative)) - doubt.below,
-        high=int(peak.allocated * (1 + doubt.relative)) + doubt.above,
+        low=int(least.allocated * (1 - doubt.allocated)),
+        high=int(most.allocated * (1 + doubt.allocated)),
     )
     reserved = Interval(
-        low=max(int(peak.reserved * (1 - doubt.reserved)) - doubt.below, allocated.low),
-        high=int(peak.reserved * (1 + doubt.reserved)) + doubt.above,
+        low=max(int(least.reserved * (1 - doubt.reserved)), allocated.low),
+        high=int(most.reserved * (1 + doubt.reserved)),
     )
     device = Interval(low=reserved.low + overhead.low, high=reserved.high + overhead.high)
     return {"allocated": allocated, "reserved": reserved, "device": device}
@@ -224,34 +239,25 @@ def _verdict(
     gpu: GPU | None,
     overhead: DeviceOverhead,
     doubt: Uncertainty,
-    interval: dict[str, Interval],
+    peak: PhasePeak,
 ) -> tuple[Verdict, int]:
     """Whether it fits, and how often the allocator has to clean up to make it so.
 
     At the cap the allocator gives its cached blocks back before it fails, so a job can fit although
-    it would reserve more without one: the verdict replays what happens at the cap.
+    it would reserve more without one: the verdict replays what happens at the cap, once with the
+    least that is allowed for and once with the most.
     """
-    if budget is None or interval["device"].high <= budget:
+    if budget is None:
         return "fits", 0
     if gpu is None:
-        return ("does_not_fit" if interval["device"].low > budget else "inconclusive"), 0
-    surely = _runs_within(timeline, settings, budget - overhead.high, slack=doubt.above)
+        return ("fits" if peak.allocated <= budget else "does_not_fit"), 0
+    sure = int((budget - overhead.high) / (1 + doubt.reserved))
+    surely = retries_within(timeline, settings, sure, doubtful=2.0)
     if surely is not None:
         return "fits", surely
-    perhaps = _runs_within(timeline, settings, budget - overhead.low, slack=-doubt.below)
+    lucky = int((budget - overhead.low) / (1 - doubt.reserved))
+    perhaps = retries_within(timeline, settings, lucky, doubtful=0.0)
     return ("inconclusive", perhaps) if perhaps is not None else ("does_not_fit", 0)
-
-
-def _runs_within(
-    timeline: Timeline, settings: AllocatorSettings, cap: int, slack: int = 0
-) -> int | None:
-    """The allocator's retries when it may reserve `cap` less `slack`, or None if it fails."""
-    if cap - slack <= 0:
-        return None
-    try:
-        return _replay(timeline, settings, cap=cap - slack).retries
-    except OutOfMemory:
-        return None
 
 
 def _smallest_budget(
@@ -259,19 +265,25 @@ def _smallest_budget(
     settings: AllocatorSettings,
     gpu: GPU | None,
     overhead: DeviceOverhead,
-    peak: Ledgers,
+    doubt: Uncertainty,
+    peak: PhasePeak,
 ) -> int:
-    """The least device memory with which it would run, to within 1 %."""
+    """The least device memory with which it surely runs, to within 1 %."""
     if gpu is None:
-        return peak.device
+        return peak.allocated
     low, high = peak.allocated, peak.reserved
+    # Before an expandable segment grows, the whole request is held against the cap, although part
+    # of it may be mapped already: what was reserved without a cap may not be enough under one.
+    while retries_within(timeline, settings, high, doubtful=2.0) is None:
+        low, high = high, high + max(peak.reserved // 20, SHARED_SEGMENT)
     while high - low > peak.reserved // 100:
         middle = (low + high) // 2
-        if _runs_within(timeline, settings, middle) is None:
+        if retries_within(timeline, settings, middle, doubtful=2.0) is None:
             low = middle
         else:
             high = middle
-    return high + overhead.high
+    # One byte more for the rounding of the division that `_verdict` makes.
+    return int(high * (1 + doubt.reserved)) + 1 + overhead.high
 
 
 def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -286,52 +298,3 @@ def _anonymous(module: str) -> str:
     """`model.layers.*.mlp`: blocks that differ only in their number count together."""
     parts = ("*" if part.isdigit() else part for part in module.split("."))
     return ".".join(parts) or "(outside the model)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Replay:
-    """What replaying a timeline through the allocator showed."""
-
-    phases: dict[str, tuple[int, int]]
-    allocated: int
-    reserved: int
-    peak_event: int
-    fragmentation: float
-    retries: int
-
-
-def _replay(timeline: Timeline, settings: AllocatorSettings, cap: int | None = None) -> _Replay:
-    allocator = Allocator(settings, cap=cap)
-    handles: dict[int, int] = {}
-    peaks: dict[str, tuple[int, int]] = {}
-    highest, peak_event = 0, 0
-    reserved, fragmentation = 0, 0.0
-    spans = sorted(timeline.spans, key=lambda span: span.start)
-
-    def close_span() -> None:
-        nonlocal reserved, fragmentation
-        stats = allocator.stats
-        peaks[spans.pop(0).name] = (stats.peak_allocated, stats.peak_reserved)
-        if stats.peak_reserved > reserved:
-            reserved, fragmentation = stats.peak_reserved, stats.fragmentation
-        allocator.reset_peaks()
-
-    for event, block, is_birth in timeline.stream_of_events():
-        while spans and event >= spans[0].stop:
-            close_span()
-        if not is_birth:
-            allocator.free(handles.pop(id(block)))
-            continue
-        handles[id(block)] = allocator.malloc(block.size, block.stream)
-        if allocator.allocated > highest:
-            highest, peak_event = allocator.allocated, event
-    while spans:
-        close_span()
-    return _Replay(
-        phases=peaks,
-        allocated=highest,
-        reserved=reserved,
-        peak_event=peak_event,
-        fragmentation=fragmentation,
-        retries=allocator.stats.retries,
-    )

@@ -1,0 +1,1 @@
+"""Programs that hold what oomph says against what was measured; each prints its table."""

@@ -1,0 +1,5 @@
+"""`python -m oomph`."""
+
+from oomph.cli import main
+
+main()

@@ -1,0 +1,144 @@
+"""Values that can be known are known; the rest is assumed in words, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from oomph.errors import CannotRehearse
+from oomph.gpus import find_gpu
+from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.world import pretend
+
+MASK = torch.ones(4, 6, dtype=torch.long)
+LENGTHS = torch.tensor([3, 1, 2])
+PADDED = torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+@pytest.fixture(params=[None, "h200"])
+def device(request: pytest.FixtureRequest) -> str:
+    return "cuda" if request.param else "cpu"
+
+
+@pytest.fixture
+def recorder(device: str) -> Iterator[Recorder]:
+    with pretend(find_gpu("h200") if device == "cuda" else None) as recorder:
+        yield recorder
+
+
+def test_a_mask_of_ones_is_known_to_hide_nothing(recorder: Recorder, device: str) -> None:
+    mask = MASK.to(device)
+    assert mask.bool().all()
+    assert not (mask == 0).any()
+    assert mask.sum().item() == 24
+    assert not recorder.values.notes()
+
+
+def test_a_mask_with_padding_is_known_to_hide_something(recorder: Recorder, device: str) -> None:
+    mask = PADDED.to(device)
+    assert not mask.bool().all()
+    assert mask.sum(dim=1).tolist() == [2, 1]
+    assert mask.sum(dim=1).max().item() == 2
+    assert not recorder.values.notes()
+
+
+def test_shapes_that_hang_on_known_values_are_true(recorder: Recorder, device: str) -> None:
+    mask = PADDED.to(device)
+    assert mask.nonzero().shape == (3, 2)
+    assert torch.zeros(2, 3, device=device)[mask.bool()].shape == (3,)
+    assert torch.masked_select(torch.zeros(2, 3, device=device), mask.bool()).shape == (3,)
+    assert torch.unique(mask).shape == (2,)
+    assert torch.repeat_interleave(LENGTHS.to(device)).shape == (6,)
+    assert not recorder.values.notes()
+
+
+def test_views_of_known_values_are_known(recorder: Recorder, device: str) -> None:
+    lengths = LENGTHS.to(device)
+    assert lengths[1:].sum().item() == 3
+    assert lengths[:1].item() == 3
+    assert LENGTHS[2:].item() == 2
+    assert LENGTHS[:2].sum().item() == 4
+    assert lengths.expand(5, 3).sum().item() == 30
+    assert lengths.view(3, 1).t().tolist() == [[3, 1, 2]]
+    assert not recorder.values.notes()
+
+
+def test_values_written_in_place_are_followed(recorder: Recorder, device: str) -> None:
+    lengths = LENGTHS.to(device).clone()
+    lengths[0] = 7
+    lengths += 1
+    assert lengths.tolist() == [8, 2, 3]
+    lengths.copy_(torch.randn(3, device=device))
+    lengths[0].item()
+    assert recorder.values.notes(), "what is drawn at random is not known"
+
+
+def test_unknown_numbers_are_assumed_in_words(recorder: Recorder, device: str) -> None:
+    loss = torch.randn(8, 8, device=device).mean()
+    assert loss.item() == 1.0
+    assert float(loss) == 1.0
+    (note,) = recorder.values.notes()[:1]
+    assert "test_values.py" in note
+    assert "was taken to be 1.0" in note
+
+
+def test_unknown_numbers_are_taken_to_be_finite(recorder: Recorder, device: str) -> None:
+    x = torch.randn(8, 8, device=device)
+    assert not torch.isnan(x).any()
+    assert torch.isfinite(x).all()
+    assert not torch.any(x < 0)
+    assert not torch.isnan(x.mean())
+    assert len(recorder.values.notes()) == 4
+
+
+def test_an_unknown_selection_takes_everything(recorder: Recorder, device: str) -> None:
+    x = torch.randn(8, 8, device=device)
+    assert (x > 0).nonzero().shape == (64, 2)
+    assert torch.masked_select(x, x > 0).shape == (64,)
+    assert any("select everything" in note for note in recorder.values.notes())
+
+
+def test_an_unknown_branch_is_refused_with_its_line(recorder: Recorder, device: str) -> None:
+    x = torch.randn(8, 8, device=device)
+    with pytest.raises(CannotRehearse, match=r"test_values\.py:\d+ branches on a value"):
+        bool(torch.logical_xor(x > 0, x > 1)[0, 0])
+
+
+def test_an_unknown_shape_is_refused_with_its_op_and_line(recorder: Recorder, device: str) -> None:
+    x = torch.randn(8, 8, device=device)
+    with pytest.raises(CannotRehearse, match=r"index at test_values\.py:\d+"):
+        x[x > 0]
+
+
+def test_a_loop_that_waits_for_a_value_is_refused(
+    recorder: Recorder, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.rehearsal.values.MOST_QUESTIONS", 100)
+    x = torch.randn(8, 8, device=device)
+    with pytest.raises(CannotRehearse, match="seems to wait"):
+        while not x.mean() > 0:
+            x = x + 1
+
+
+def test_large_tensors_and_weights_are_not_followed(recorder: Recorder, device: str) -> None:
+    weights = torch.ones(65, device=device)
+    large = torch.zeros((1 << 20) + 1, dtype=torch.int64, device=device)
+    assert recorder.values.of(weights) is None
+    assert recorder.values.of(large) is None
+
+
+def test_what_an_optimizer_reads_is_said_to_be_read_by_torch() -> None:
+    from oomph.job import Job
+    from oomph.rehearsal.phases import rehearse
+
+    job = Job(
+        lambda: torch.nn.Linear(8, 8),
+        lambda model, batch: model(batch).sum(),
+        "adafactor",
+        lambda: torch.randn(4, 8),
+    )
+    notes = rehearse(job, find_gpu("h200")).notes
+    assert notes
+    assert all("torch/optim/_adafactor.py" in note for note in notes)
