@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from benchmarks.cases import Case, all_cases
+from benchmarks.memtracker import memtracker_peak
 from oomph.estimation import estimate
 from oomph.job import build_model, make_batch, make_optimizer
 from oomph.running.step import evaluate, train_step
@@ -131,17 +132,23 @@ def run_case(case: Case, *, log_ops: bool) -> dict[str, Any]:
     }
 
 
-def _child(case: Case, log_ops: bool, pipe: Connection) -> None:
+def _child(case: Case, what: str, pipe: Connection) -> None:
     try:
-        pipe.send(run_case(case, log_ops=log_ops))
+        if what == "memtracker":
+            pipe.send({"name": case.name, "memtracker": memtracker_peak(case)})
+        else:
+            pipe.send(run_case(case, log_ops=what == "ops"))
     except BaseException:
         pipe.send({"name": case.name, "error": traceback.format_exc()[-2000:]})
 
 
 def run_all(
-    cases: list[Case], needs: dict[str, int], *, log_ops: bool, at_once: int
+    cases: list[Case], needs: dict[str, int], *, what: str = "", at_once: int = 6
 ) -> list[dict[str, Any]]:
-    """Run the cases, several at once while the card has room for what they need."""
+    """Run the cases, several at once while the card has room for what they need.
+
+    `what` is "ops" to log every op, or "memtracker" to ask PyTorch's predictor instead.
+    """
     waiting = sorted(cases, key=lambda case: -needs[case.name])
     running: dict[str, tuple[Any, Connection, float]] = {}
     results: list[dict[str, Any]] = []
@@ -152,7 +159,7 @@ def run_all(
         for case in list(waiting):
             if len(running) < at_once and (used + needs[case.name] <= room or not running):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(case, log_ops, theirs))
+                process = context.Process(target=_child, args=(case, what, theirs))
                 process.start()
                 theirs.close()
                 running[case.name] = (process, ours, time.monotonic())
@@ -177,6 +184,12 @@ def run_all(
     return results
 
 
+def predicted_need(name: str) -> int:
+    """The device memory a case will take, to know how many fit beside each other."""
+    case = next(case for case in all_cases() if case.name == name)
+    return estimate(case.make(), gpu="h200", phases=("step",)).peak.device
+
+
 def main(arguments: list[str]) -> None:
     """Measure everything and write the results."""
     log_ops = "--ops" in arguments
@@ -186,26 +199,34 @@ def main(arguments: list[str]) -> None:
     # Predicted beforehand, where the file is there: minutes on the GPU are dear.
     predicted = folder / "needs.json"
     needs: dict[str, int] = json.loads(predicted.read_text()) if predicted.exists() else {}
-    for case in cases:
-        if case.name not in needs:
-            needs[case.name] = estimate(case.make(), gpu="h200", phases=("step",)).peak.device
+    missing = [case.name for case in cases if case.name not in needs]
+    if missing:
+        # In processes of their own: torch counts devices in a rehearsal, after which a process
+        # that forks can no longer give its children the GPU.
+        with multiprocessing.get_context("spawn").Pool(4) as pool:
+            needs |= dict(zip(missing, pool.map(predicted_need, missing), strict=True))
     started = time.monotonic()
-    results = run_all(cases, needs, log_ops=False, at_once=6)
+    results = run_all(cases, needs)
     # A second time, alone: only then is all the device memory in use this process's own.
-    alone = run_all(cases[:: max(len(cases) // ALONE, 1)], needs, log_ops=False, at_once=1)
+    alone = run_all(cases[:: max(len(cases) // ALONE, 1)], needs, at_once=1)
+    tracked = run_all(cases, dict.fromkeys(needs, 0), what="memtracker", at_once=14)
     print(f"measured in {time.monotonic() - started:.0f} s", flush=True)
-    write(folder, cases, results, alone)
+    write(folder, cases, results, alone, tracked)
     if log_ops:
         # Recurrent layers hang under a dispatch mode.
         developed = [c for c in cases if not c.held_out and c.family != "recurrent"]
-        logs = run_all(developed, needs, log_ops=True, at_once=6)
+        logs = run_all(developed, needs, what="ops")
         with gzip.open(folder / "ops.jsonl.gz", "wt") as file:
             for log in logs:
                 file.write(json.dumps(log) + "\n")
 
 
 def write(
-    folder: Path, cases: list[Case], results: list[dict[str, Any]], alone: list[dict[str, Any]]
+    folder: Path,
+    cases: list[Case],
+    results: list[dict[str, Any]],
+    alone: list[dict[str, Any]],
+    tracked: list[dict[str, Any]],
 ) -> None:
     """The truth, as plain JSON."""
     by_name = {result["name"]: result for result in results}
@@ -215,6 +236,7 @@ def write(
         for result in alone
         if "error" not in result
     }
+    memtracker = {result["name"]: result.get("memtracker") for result in tracked}
     rows = []
     for case in cases:
         result = by_name[case.name]
@@ -224,6 +246,7 @@ def write(
         else:
             row |= {key: result[key] for key in ("segments", "retries")}
             row["beyond_reserved"] = beyond.get(case.name)
+            row["memtracker"] = memtracker.get(case.name)
             row["phases"] = {
                 phase: {ledger: values[ledger] for ledger in ("allocated", "reserved")}
                 for phase, values in result["phases"].items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from benchmarks.profiler_memory import cpu_memory_changes, measure_cpu_peak
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job
-from oomph.rehearsal.allocator import Allocator, AllocatorSettings, OutOfMemory
+from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.allocator.replay import SHARED_SEGMENT
 from oomph.rehearsal.hidden import DeviceOverhead, Uncertainty, device_overhead, uncertainty
 from oomph.rehearsal.phases import PHASES, rehearse

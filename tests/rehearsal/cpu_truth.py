@@ -54,11 +54,14 @@ def measure(job: Job) -> Truth:
     """What the job's build and steps take for real."""
     job = _with_flares(job)
     gc.collect()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small kernels only get slower with more, above all on busy cores
     config = _ExperimentalConfig(capture_overload_names=True)
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
     ) as profiler:
         _run(job)
+    torch.set_num_threads(threads)
     requests = list(_requests(profiler.profiler.kineto_results.experimental_event_tree()))
     return Truth(
         all=_between_flares(request.size for request in requests),

@@ -107,6 +107,22 @@ def test_a_given_optimizer_takes_what_a_named_one_takes() -> None:
         assert peak(rehearse(given, H200), phase) == peak(rehearse(job(), H200), phase)
 
 
+@pytest.mark.parametrize("gpu", [None, H200], ids=["cpu", "gpu"])
+def test_the_state_of_a_given_optimizer_is_there_from_the_first_step(gpu: Any) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    timeline = rehearse(job(model, optimizer=optimizer), gpu)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    counters = 4 * len(list(model.parameters())) if gpu is None else 0
+    build = timeline.alive_at(timeline.spans[0].stop - 1)
+    state = sum(b.size for b in build if b.category is Category.OPTIMIZER)
+    assert state == 2 * weights + counters
+    assert alive(timeline, Category.OPTIMIZER) == state
+
+
 def test_a_real_batch_takes_what_a_made_one_takes() -> None:
     real = job(batch=torch.randn(64, WIDTH))
     assert peak(rehearse(real, None), "step") == peak(rehearse(job(), None), "step")

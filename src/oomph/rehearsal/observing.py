@@ -115,8 +115,7 @@ class Observer:
     def _enter_root(self, root: nn.Module, args: Any) -> None:
         if root not in self._paths:
             self._name_modules(root)
-        self._recorder.categorise(list(root.parameters()), Category.PARAMETER)
-        self._recorder.categorise(list(root.buffers()), Category.BUFFER)
+        mark_model(getattr(root, "_orig_mod", root), self._recorder)
         if self._forward is None:
             self._mark_inputs(args)
         if not (root.training and torch.is_grad_enabled()):
@@ -173,10 +172,20 @@ class Observer:
 
 def mark_gradients(parameters: Iterator[Tensor] | list[Tensor], recorder: Recorder) -> None:
     """The gradients of these parameters are gradients."""
-    recorder.categorise([p.grad for p in parameters if p.grad is not None], Category.GRADIENT)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            recorder.categorise([parameter.grad], Category.GRADIENT, belongs_to=parameter)
 
 
 def mark_optimizer_state(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     """Every tensor the optimizer keeps per parameter is optimizer state."""
-    for state in optimizer.state.values():
-        recorder.categorise(list(tensors_in(state)), Category.OPTIMIZER)
+    for parameter, state in optimizer.state.items():
+        recorder.categorise(list(tensors_in(state)), Category.OPTIMIZER, belongs_to=parameter)
+
+
+def mark_model(model: nn.Module, recorder: Recorder) -> None:
+    """Parameters and buffers, each filed under the module that owns it."""
+    for path, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        recorder.categorise(parameters, Category.PARAMETER, module=path)
+        recorder.categorise(list(module.buffers(recurse=False)), Category.BUFFER, module=path)

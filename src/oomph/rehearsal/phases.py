@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
@@ -25,7 +25,7 @@ from oomph.job import (
     make_batch,
     make_optimizer,
 )
-from oomph.rehearsal.observing import mark_gradients, mark_optimizer_state
+from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
 from oomph.rehearsal.recorder import Recorder, tensors_in
 from oomph.rehearsal.timeline import Category, Timeline
 from oomph.rehearsal.world import pretend
@@ -40,7 +40,7 @@ def rehearse(job: Job, gpu: GPU | None, phases: Sequence[str] = PHASES) -> Timel
     for phase in phases:
         if phase not in PHASES:
             raise UnknownName("phase", phase, PHASES, f"phases are {', '.join(PHASES)}")
-    # Shuffling is done for real, so that a batch is known; the user's random stream must not notice.
+    # Shuffling is done for real, so that a batch is known; the user's random stream stays put.
     with torch.random.fork_rng(devices=[]), pretend(gpu) as recorder:
         try:
             _rehearse(job, recorder, gpu, set(phases))
@@ -62,11 +62,12 @@ def _rehearse(job: Job, recorder: Recorder, gpu: GPU | None, phases: set[str]) -
         recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
         model = actors.model.to(device)
         _follow_modules(model, recorder)
-        recorder.categorise(list(model.parameters()), Category.PARAMETER)
-        recorder.categorise(list(model.buffers()), Category.BUFFER)
+        mark_model(model, recorder)
         if job.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
             raise BadInput("no parameter of the model needs a gradient: there is nothing to train")
         optimizer = actors.make_optimizer(model)
+        if optimizer is not None:
+            _move_state(optimizer, recorder, device)
         batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, actors.batch)
         recorder.categorise(list(tensors_in(batch)), Category.INPUT)
     steps = [phase for phase in ("first step", "step") if phases & {phase, "step", "save"}]
@@ -133,6 +134,16 @@ def _fake_actors(job: Job) -> _Actors:
         with mock.patch.object(LazyModuleMixin, "__init__", _refuse_lazy):
             model = build_model(job)
     return _Actors(model=model, batch=_fake_batch(job, mode), optimizer=optimizer, job=job)
+
+
+def _move_state(optimizer: torch.optim.Optimizer, recorder: Recorder, device: str) -> None:
+    """State that a given optimizer has already goes where its weights are, but for its counters."""
+    for state in optimizer.state.values():
+        recorder.adopt(list(tensors_in(state)))
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[name] = value.to(device)
+    mark_optimizer_state(optimizer, recorder)
 
 
 def _refuse_lazy(module: nn.Module, *_: Any, **__: Any) -> NoReturn:

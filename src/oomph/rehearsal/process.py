@@ -53,8 +53,11 @@ _REMEMBER = (
 )
 #: Whole-process state of accelerate, kept in dictionaries.
 _ACCELERATE_STATES = ("PartialState", "AcceleratorState", "GradientState")
-#: A rehearsal is no run to be logged, and weights are loaded in the thread that is rehearsed.
-_ENVIRONMENT = {"WANDB_MODE": "disabled", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # what slips past the rehearsal must not reach a real GPU
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # weights are loaded in the thread that is rehearsed
+    "WANDB_MODE": "disabled",  # a rehearsal is no run to be logged
+}
 
 
 @contextlib.contextmanager

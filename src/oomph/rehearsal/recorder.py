@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
@@ -215,7 +216,7 @@ class Recorder(TorchDispatchMode):
         self._note_sequence()
 
     def _note_sequence(self) -> None:
-        number = torch.autograd._get_sequence_nr()
+        number = torch._C._autograd._get_sequence_nr()
         if self._sequence_starts and number < self._sequence_starts[-1]:
             return  # recomputation inside backward reuses no numbers, but another thread may
         self._sequence_starts.append(number)
@@ -242,12 +243,26 @@ class Recorder(TorchDispatchMode):
         record = self._storages.get(_key(tensor))
         return record.block if record is not None else None
 
-    def categorise(self, tensors: Iterator[Tensor] | Sequence[Tensor], category: Category) -> None:
-        """Say what these tensors are for."""
+    def categorise(
+        self,
+        tensors: Sequence[Tensor],
+        category: Category,
+        *,
+        module: str | None = None,
+        belongs_to: Tensor | None = None,
+    ) -> None:
+        """Say what these tensors are for, and file them under a module, or a parameter's module."""
+        if belongs_to is not None:
+            owner = self.block_of(belongs_to)
+            module = owner.module if owner is not None else None
         for tensor in tensors:
             block = self.block_of(tensor)
-            if block is not None:
-                block.category = category
+            # A tied weight stays with the module that was seen first.
+            if block is None or (block.category is category and block.module):
+                continue
+            block.category = category
+            if module is not None:
+                block.module = module
 
     # -- ops --------------------------------------------------------------------------------------
 
@@ -394,7 +409,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         record = _Storage(side, storage.nbytes())
-        record.reference = weakref.ref(storage, lambda _, key=key: self._bury(key))
+        record.reference = weakref.ref(storage, functools.partial(self._bury, key))
         self._storages[key] = record
         return record
 
@@ -423,7 +438,7 @@ class Recorder(TorchDispatchMode):
             self._free(record.block)
             record.block = self._allocate(nbytes, op, category)
 
-    def _bury(self, key: int) -> None:
+    def _bury(self, key: int, _: Any) -> None:
         record = self._storages.pop(key, None)
         if record is not None and record.block is not None:
             self._free(record.block)
@@ -439,4 +454,5 @@ def is_gpu(device: Any) -> bool:
 
 def _key(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata
+        return key

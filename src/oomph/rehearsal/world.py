@@ -179,6 +179,8 @@ def pretend(gpu: GPU | None) -> Iterator[Recorder]:
         mock.patch.object(torch._subclasses, "FakeTensor", _NotFake),
         # A kernel that fails raises; its log beside that is of no use.
         mock.patch.object(torch._subclasses.fake_tensor.log, "disabled", True),
+        # Copying a fake tensor copies its mode too, and then the two cannot meet in one op.
+        mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),
     ):
         if gpu is not None:
             with _pretend_gpu(gpu) as recorder:

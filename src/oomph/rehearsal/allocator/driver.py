@@ -1,9 +1,10 @@
 """Which addresses the CUDA driver hands out.
 
 The allocator prefers the lowest address among free blocks of one size, so addresses decide which
-block is split, and with it a few mebibytes of peak. Seen in histories of an H200: new space is taken
-in chunks of 32 MiB, each below the last one, and what a segment leaves free of its chunk is used by
-later segments, lowest address first.
+block is split, and with it a few mebibytes of peak. Seen in histories of an H200: new space is
+taken in chunks of 32 MiB, each below the last one, and what a segment leaves free of its chunk is
+used by later segments, lowest address first. Where the first chunks lie is a matter of luck: they
+share the process's address space, which the kernel lays out at random.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class DriverAddresses:
         return self._lowest
 
     def reserve(self, size: int) -> int:
-        """The address of a range that is only mapped later: above all others, each after the last."""
+        """The address of a range that is mapped later: above all others, one after the other."""
         address = -(-self._next_reserved // size) * size
         self._next_reserved = address + size
         return address
@@ -55,3 +56,16 @@ class DriverAddresses:
             before = self._holes.pop(at - 1)
             at, address, size = at - 1, before[0], before[1] + size
         self._holes.insert(at, (address, size))
+
+
+class RecordedAddresses(DriverAddresses):
+    """The addresses of a recorded history: a new segment begins where its first block did."""
+
+    next_segment = 0
+
+    def take(self, size: int) -> int:
+        """The address of the allocation that is being replayed."""
+        return self.next_segment
+
+    def give_back(self, address: int, size: int) -> None:
+        """What becomes of it is in the history."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from oomph.errors import BadInput, OomphError
-from oomph.rehearsal.allocator.driver import DriverAddresses
+from oomph.rehearsal.allocator.driver import DriverAddresses, RecordedAddresses
 from oomph.rehearsal.allocator.pool import Block, Pool
 from oomph.rehearsal.allocator.settings import (
     DEFAULT_SETTINGS,
@@ -151,7 +151,7 @@ class Allocator:
         self._blocks: dict[int, Block] = {}
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
-        self._driver = DriverAddresses()
+        self.driver = DriverAddresses()
         self._large_searches = 0
 
         self._allocated = self._peak_allocated = 0
@@ -339,11 +339,11 @@ class Allocator:
         if self._expandable:
             room = pool.find_room(size)
             if room is None:
-                room = pool.add_range(self._driver.reserve(_EXPANDABLE_RANGE), _EXPANDABLE_RANGE)
+                room = pool.add_range(self.driver.reserve(_EXPANDABLE_RANGE), _EXPANDABLE_RANGE)
             block, mapped = pool.take_room(room, size)
             self._reserved += mapped
             return block
-        block = Block(self._driver.take(segment), segment, pool)
+        block = Block(self.driver.take(segment), segment, pool)
         self._blocks[block.address] = block
         self._reserved += segment
         self._segments += 1
@@ -353,7 +353,7 @@ class Allocator:
     def _release(self, block: Block) -> None:
         block.pool.take(block)
         del self._blocks[block.address]
-        self._driver.give_back(block.address, block.size)
+        self.driver.give_back(block.address, block.size)
         self._reserved -= block.size
         self._segments -= 1
 
@@ -409,15 +409,18 @@ def replay_trace(
 ) -> AllocatorStats:
     """What an allocator with these settings would have done with a recorded history.
 
-    Addresses only say which allocation a free belongs to. Raises `OutOfMemory` under too low a cap.
+    New segments get the addresses that the driver gave out then: they differ from process to
+    process, and break ties. Raises `OutOfMemory` under too low a cap.
     """
     allocator = Allocator(settings, cap=cap)
+    driver = allocator.driver = RecordedAddresses()
     handles: dict[int, int] = {}
     for event in trace:
         address = event[1]
         if event[0] == "alloc":
             if address in handles:
                 raise BadInput(f"the trace allocates {address:#x} again before it is freed")
+            driver.next_segment = address
             handles[address] = allocator.malloc(event[2], event[3])
         elif event[0] == "free":
             if address not in handles:

@@ -1,8 +1,8 @@
 """Ops that PyTorch takes apart differently on a GPU than on a CPU.
 
 These are decided above autograd, so a fake CPU tensor would record the CPU's backward: another
-dropout, another batch norm, attention with its whole score matrix. While a GPU is rehearsed they are
-replaced in the dispatcher by calls of the op the GPU would run.
+dropout, another batch norm, attention with its whole score matrix. While a GPU is rehearsed they
+are replaced in the dispatcher by calls of the op the GPU would run.
 """
 
 from __future__ import annotations
