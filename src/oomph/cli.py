@@ -117,6 +117,8 @@ def estimate(
     model: Annotated[
         str,
         typer.Option(
+            # Named although it is the parameter's name: some versions of typer take the metavar.
+            "--model",
             metavar="MODEL",
             help="A name of `oomph models`, a config.json or its folder, or file.py:function.",
         ),
@@ -142,7 +144,7 @@ def estimate(
     micro_batch: Annotated[int | None, typer.Option(help="Samples per forward.")] = None,
     checkpointing: Annotated[str | None, typer.Option(help="none or full.")] = None,
     gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="A card of `oomph gpus`, or cpu.")
+        str, typer.Option("--gpu", metavar="NAME", help="A card of `oomph gpus`, or cpu.")
     ] = DEFAULT_GPU,
     budget: BudgetOption = None,
     phase: Annotated[
@@ -152,7 +154,9 @@ def estimate(
     allocator: Annotated[
         str,
         typer.Option(
-            metavar="OPTIONS", help='As PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True".'
+            "--allocator",
+            metavar="OPTIONS",
+            help='As PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True".',
         ),
     ] = "",
     as_json: AsJson = False,
@@ -191,7 +195,7 @@ def rehearse(
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Passed to the script.")
     ] = None,
     gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="The card the script shall believe in.")
+        str, typer.Option("--gpu", metavar="NAME", help="The card the script shall believe in.")
     ] = DEFAULT_GPU,
     budget: BudgetOption = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps after which it is stopped.")] = 2,

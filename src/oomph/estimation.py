@@ -216,17 +216,17 @@ def _intervals(
     doubt: Uncertainty,
 ) -> dict[str, Interval]:
     """What the job could take if every doubtful workspace were absent, or twice as large."""
-    least = most = peak
+    # Larger workspaces can leave a better-fitting cache behind: the predicted peak counts as well.
+    peaks = [peak]
     if doubt.doubtful:
-        least = replay(timeline, settings, doubtful=0.0).peak(phases)
-        most = replay(timeline, settings, doubtful=2.0).peak(phases)
+        peaks += [replay(timeline, settings, doubtful=size).peak(phases) for size in (0.0, 2.0)]
     allocated = Interval(
-        low=int(least.allocated * (1 - doubt.allocated)),
-        high=int(most.allocated * (1 + doubt.allocated)),
+        low=int(min(p.allocated for p in peaks) * (1 - doubt.allocated)),
+        high=int(max(p.allocated for p in peaks) * (1 + doubt.allocated)),
     )
     reserved = Interval(
-        low=max(int(least.reserved * (1 - doubt.reserved)), allocated.low),
-        high=int(most.reserved * (1 + doubt.reserved)),
+        low=max(int(min(p.reserved for p in peaks) * (1 - doubt.reserved)), allocated.low),
+        high=int(max(p.reserved for p in peaks) * (1 + doubt.reserved)),
     )
     device = Interval(low=reserved.low + overhead.low, high=reserved.high + overhead.high)
     return {"allocated": allocated, "reserved": reserved, "device": device}

@@ -52,6 +52,9 @@ STATE = {
 #: Optimizers that go over their weights one by one on a GPU, too, unless told otherwise.
 ONE_BY_ONE = {"Adafactor", "Muon"}
 
+#: torch 2.11 has no fused Adagrad for a GPU.
+FUSED_ON_GPU = ["Adam", "AdamW", "SGD", *(["Adagrad"] if torch.__version__ >= "2.13" else [])]
+
 VARIANTS = [
     (name, variant)
     for name, cls in ALL.items()
@@ -104,6 +107,8 @@ def test_an_optimizer_is_rehearsed_to_the_byte(name: str, variant: str) -> None:
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_the_state_on_a_gpu_is_what_the_optimizer_keeps_per_weight(name: str, variant: str) -> None:
+    if variant == "fused" and name not in FUSED_ON_GPU:
+        pytest.skip("this torch has no such kernel")
     counters = 2 * 4 if variant == "fused" and name != "SGD" else 0
     assert state_bytes(rehearse_on_gpu(job_with(name, variant))) == STATE[name] + counters
 
@@ -123,7 +128,7 @@ def test_an_optimizer_without_foreach_goes_weight_by_weight(name: str) -> None:
     assert not any("_foreach_" in block.op for block in rehearse_on_gpu(job_with(name)).blocks)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize("name", FUSED_ON_GPU)
 def test_a_fused_optimizer_needs_no_memory_for_its_step(name: str) -> None:
     timeline = rehearse_on_gpu(job_with(name, "fused"))
     step = next(span for span in timeline.spans if span.name == "step")

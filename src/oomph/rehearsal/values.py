@@ -29,7 +29,7 @@ MOST_ELEMENTS = 1 << 20
 #: Floats are followed only while they are scalars such as a loss scale; weights never are.
 MOST_FLOATS = 64
 #: A branch asked this often on one line without an answer is an endless loop.
-MOST_QUESTIONS = 10_000
+MOST_QUESTIONS = 1_000
 
 #: Truth of a boolean nobody can know: numbers are finite, and a mask hides nothing.
 _ASSUMED_TRUTH = {aten.isnan.default: False, aten.isinf.default: False, aten.isfinite.default: True}
@@ -117,6 +117,8 @@ class KnownValues:
             return
         real = self._compute(func, args, kwargs)
         if real is None:
+            real = self._decided(func, args, outputs[0])
+        if real is None:
             self._forget_written(func, args, kwargs)
             if outputs[0].dtype is torch.bool and outputs[0].numel() == 1:
                 self._origin[_key(outputs[0])] = func
@@ -150,8 +152,8 @@ class KnownValues:
                 "sample batch, or take the branch out of the step"
             )
         if tensor.is_floating_point():
-            return self.assume(1.0, "a number read from the GPU", where)
-        return self.assume(1, "a whole number read from the GPU", where)
+            return self.assume(1.0, "a number read from a tensor", where)
+        return self.assume(1, "a whole number read from a tensor", where)
 
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         real_one, real_other = self.of(one), self.of(other)
@@ -221,6 +223,21 @@ class KnownValues:
         except Exception:
             return None  # an op only a GPU has: its value stays unknown
 
+    def _decided(self, func: Any, args: Sequence[Any], out: Tensor) -> Tensor | None:
+        """A result that one known operand decides: true or anything is true, nought times it nought.
+
+        This is how a text generation with a length limit ends, although its tokens are not known.
+        """
+        deciding = _DECIDING.get(func)
+        if deciding is None or out.dtype.is_floating_point:
+            return None
+        for value in args[:2]:
+            real = self.of(value) if isinstance(value, Tensor) else None
+            with _disable_current_modes():
+                if real is not None and real.numel() and bool((real == deciding).all()):
+                    return torch.full(out.shape, deciding, dtype=out.dtype)
+        return None
+
     def _fake(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
@@ -244,6 +261,14 @@ _COMPARISONS = {
     for overload in ("Scalar", "Tensor")
 }
 _CTC_LOSSES = {aten._ctc_loss.default, aten._ctc_loss.Tensor}
+#: The operand that decides the result of an op alone.
+_DECIDING: dict[Any, int] = {
+    aten.bitwise_or.Tensor: 1,
+    aten.logical_or.default: 1,
+    aten.bitwise_and.Tensor: 0,
+    aten.logical_and.default: 0,
+    aten.mul.Tensor: 0,
+}
 #: The loss scaler's check writes "an infinity was found"; gradients are taken to be finite.
 _KEEPS_VALUES = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 
