@@ -26,8 +26,8 @@ aten = torch.ops.aten
 
 #: Values of larger tensors are not followed: they decide no branch, and would cost real memory.
 MOST_ELEMENTS = 1 << 20
-#: Floats are followed only while they are scalars such as a loss scale; weights never are.
-MOST_FLOATS = 64
+#: Floats are followed where masks and loss scales need it; weights are never known.
+MOST_FLOATS = 1 << 16
 #: A branch asked this often on one line without an answer is an endless loop.
 MOST_QUESTIONS = 1_000
 
@@ -224,7 +224,7 @@ class KnownValues:
             return None  # an op only a GPU has: its value stays unknown
 
     def _decided(self, func: Any, args: Sequence[Any], out: Tensor) -> Tensor | None:
-        """A result that one known operand decides: true or anything is true, nought times it nought.
+        """A result that one known operand decides: true or anything is true.
 
         This is how a text generation with a length limit ends, although its tokens are not known.
         """

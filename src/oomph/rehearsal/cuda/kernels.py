@@ -329,35 +329,64 @@ def _convolution_backward(rules: CudaKernels, args: Arguments, out: Any) -> list
     grad, tensor, weight, stride, groups, mask = (args[i] for i in (0, 1, 2, 4, 9, 10))
     # The gradient is brought into a layout that cuDNN takes first.
     copies = [] if grad.is_contiguous() or _channels_last(grad) else [_bytes(grad)]
-    converted = _converted(tensor, weight, grad, stride, groups)
+    converted = _converted(tensor, weight, grad, stride, groups, pad=True)
     bursts = []
     if mask[0]:
         bursts.append(Burst(*copies, converted, doubtful=True, after=1))
     if mask[1]:
-        # A plain matrix product over all pixels is split into parts that are summed up.
-        split = 32 * weight.numel() * 4 if converted == 0 and groups == 1 else 0
-        bursts.append(Burst(*copies, converted or split, doubtful=True, after=1 + mask[0]))
+        needed = converted
+        if groups == 1 and not _channels_last(tensor):
+            needed = _weight_gradient(tensor, weight, grad, converted)
+        bursts.append(Burst(*copies, needed, doubtful=True, after=1 + mask[0]))
     if mask[2]:
         others = [dim for dim in range(grad.dim()) if dim != 1]
         bursts.append(Burst(*copies, *rules.reduction(grad, others)))
     return bursts
 
 
+def _weight_gradient(tensor: Tensor, weight: Tensor, grad: Tensor, converted: int) -> int:
+    """The weight's gradient is computed in parts, in fp32, that are summed up at the end.
+
+    A plain matrix product makes one part per sample, unless converting the images takes less.
+    """
+    whole = weight.numel() * 4
+    room = 2 * MIB if tensor.element_size() == 2 else 8 * MIB
+    parts = min(room // whole, 14) * whole
+    if converted:
+        return converted + parts
+    return min(tensor.shape[0] * whole, _bytes(tensor) + _bytes(grad) + parts)
+
+
 def _converted(
-    tensor: Tensor, weight: Tensor, out: Tensor, stride: Sequence[int], groups: int
+    tensor: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    stride: Sequence[int],
+    groups: int,
+    *,
+    pad: bool = False,
 ) -> int:
-    """Bytes that cuDNN converts to channels last, which its kernels want, in its workspace."""
+    """Bytes that cuDNN converts to channels last, which its kernels want, in its workspace.
+
+    Its kernels for fp16 and bf16, and those that compute weight gradients, want channels in groups
+    of 16 bytes, too: `pad`.
+    """
     if _channels_last(tensor) or groups > 1:
         return _bytes(weight) if groups == 1 else 0
     if tensor.shape[1] == 1:
         return 0  # one channel is first and last
+    per_group = 16 // tensor.element_size()
     pointwise = all(size == 1 for size in weight.shape[2:])
     large = math.prod(tensor.shape[2:]) > 64
-    aligned = all(side % (16 // tensor.element_size()) == 0 for side in weight.shape[:2])
+    aligned = all(side % per_group == 0 for side in weight.shape[:2])
     if pointwise and large and aligned and all(step == 1 for step in stride):
         return 0  # a plain matrix product
-    weights = 0 if pointwise else _bytes(weight)
-    return _bytes(tensor) + weights + _bytes(out) + 16
+    total = 0 if pointwise else _bytes(weight)
+    for image in (tensor, out):
+        channels = image.shape[1]
+        padded = _up(channels, per_group) * per_group if pad or per_group == 8 else channels
+        total += _bytes(image) // channels * padded
+    return total + 16
 
 
 def _rnn_forward_scratch(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
