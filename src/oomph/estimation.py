@@ -222,11 +222,11 @@ def _intervals(
         peaks += [replay(timeline, settings, doubtful=size).peak(phases) for size in (0.0, 2.0)]
     allocated = Interval(
         low=int(min(p.allocated for p in peaks) * (1 - doubt.allocated)),
-        high=int(max(p.allocated for p in peaks) * (1 + doubt.allocated)),
+        high=int(max(p.allocated for p in peaks) * (1 + doubt.allocated)) + doubt.unchecked,
     )
     reserved = Interval(
         low=max(int(min(p.reserved for p in peaks) * (1 - doubt.reserved)), allocated.low),
-        high=int(max(p.reserved for p in peaks) * (1 + doubt.reserved)),
+        high=int(max(p.reserved for p in peaks) * (1 + doubt.reserved)) + doubt.unchecked,
     )
     device = Interval(low=reserved.low + overhead.low, high=reserved.high + overhead.high)
     return {"allocated": allocated, "reserved": reserved, "device": device}
@@ -251,7 +251,7 @@ def _verdict(
         return "fits", 0
     if gpu is None:
         return ("fits" if peak.allocated <= budget else "does_not_fit"), 0
-    sure = int((budget - overhead.high) / (1 + doubt.reserved))
+    sure = int((budget - overhead.high - doubt.unchecked) / (1 + doubt.reserved))
     surely = retries_within(timeline, settings, sure, doubtful=2.0)
     if surely is not None:
         return "fits", surely
@@ -283,7 +283,7 @@ def _smallest_budget(
         else:
             high = middle
     # One byte more for the rounding of the division that `_verdict` makes.
-    return int(high * (1 + doubt.reserved)) + 1 + overhead.high
+    return int(high * (1 + doubt.reserved)) + 1 + doubt.unchecked + overhead.high
 
 
 def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from oomph.gpus import find_gpu
-from oomph.rehearsal.cuda.attention import Kernel, choose_kernel
+from oomph.rehearsal.cuda.attention import Attention, Kernel, choose_kernel
 from oomph.rehearsal.world import pretend
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -24,8 +24,8 @@ def tensor(dtype: torch.dtype, heads: int = HEADS, width: int = WIDTH, **more: A
 
 def choice(gpu: str, query: Tensor, key: Tensor | None = None, **changes: Any) -> str:
     key = query if key is None else key
-    options = {"mask": None, "dropout": 0.0, "causal": True, "grouped": False, **changes}
-    return str(choose_kernel(find_gpu(gpu), query, key, key, **options))
+    call = Attention(query=query, key=key, value=key, **{"causal": True, **changes})
+    return str(choose_kernel(find_gpu(gpu), call))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.errors import BadInput, CannotRehearse, UnknownName
+from oomph.estimation import estimate
 from oomph.gpus import find_gpu
 from oomph.job import Job
+from oomph.job_sources import job_from_name
+from oomph.rehearsal import phases
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Category, Timeline
 
@@ -381,3 +384,28 @@ def test_the_random_stream_is_left_where_it_was() -> None:
     torch.manual_seed(1)
     rehearse(job(model), H200)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_leaving_out_repeated_micro_batches_changes_no_byte(
+    monkeypatch: pytest.MonkeyPatch, checkpointing: str
+) -> None:
+    job = job_from_name(
+        "smollm2-135m",
+        batch=7,
+        seq=64,
+        micro_batch=1,
+        precision="bf16-mixed",
+        checkpointing=checkpointing,
+    )
+    shortened = estimate(job, "h200", phases=("first step", "step"))
+    monkeypatch.setattr(phases, "_first_of_each_size", list)
+    whole = estimate(job, "h200", phases=("first step", "step"))
+    assert len(whole.timeline.blocks) > 1.5 * len(shortened.timeline.blocks)
+    assert shortened.phases == whole.phases
+
+
+def test_a_smaller_last_micro_batch_is_rehearsed_too() -> None:
+    parts = [torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(1)]
+    assert [len(part) for part in phases._first_of_each_size(parts)] == [2, 2, 2, 1]
+    assert [len(part) for part in phases._first_of_each_size(parts[:4])] == [2, 2, 2]

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+import torch
+
 from oomph.gpus import GPU
-from oomph.rehearsal.timeline import Timeline
+from oomph.rehearsal.timeline import Category, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class Uncertainty:
     reserved: float
     doubtful: bool
     """Whether some scratch memory is of a size that a library chooses by itself."""
+    unchecked: int
+    """Bytes an op that was never compared with a GPU might take beyond its outputs: as many as the
+    largest of those outputs."""
     reasons: tuple[str, ...]
 
 
@@ -54,7 +59,7 @@ def device_overhead(gpu: GPU | None) -> DeviceOverhead:
 def uncertainty(timeline: Timeline, gpu: GPU | None) -> Uncertainty:
     """How wide the interval around a prediction must be, and why."""
     if gpu is None:
-        return Uncertainty(allocated=0.0, reserved=0.0, doubtful=False, reasons=())
+        return Uncertainty(allocated=0.0, reserved=0.0, doubtful=False, unchecked=0, reasons=())
     data = _data()["uncertainty"]
     entry = data["measured"] if gpu.architecture in data["architectures"] else data["other"]
     reasons = [entry["how"]]
@@ -62,12 +67,43 @@ def uncertainty(timeline: Timeline, gpu: GPU | None) -> Uncertainty:
     if doubtful:
         ops = ", ".join(doubtful)
         reasons.append(f"the library chooses the workspace of {ops} by itself: none, or twice ours")
+    unchecked = [
+        block
+        for block in timeline.blocks
+        if block.category is not Category.WORKSPACE and not is_checked(block.op)
+    ]
+    if unchecked:
+        ops = ", ".join(sorted({block.op for block in unchecked}))
+        reasons.append(f"never compared with a GPU, so it may take more than its outputs: {ops}")
     return Uncertainty(
         allocated=entry["allocated"],
         reserved=entry["reserved"],
         doubtful=bool(doubtful),
+        unchecked=max((block.size for block in unchecked), default=0),
         reasons=tuple(reasons),
     )
+
+
+@functools.cache
+def is_checked(op: str) -> bool:
+    """Whether an op's memory is known: seen on a GPU, or of a kind that takes only its outputs."""
+    namespace, _, name = op.partition(".")
+    if namespace != "aten":
+        return False  # a library's own kernel
+    base, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, base), overload)
+    by_nature = operator.is_view or torch.Tag.pointwise in operator.tags or base in _FACTORIES
+    return by_nature or name in _checked_ops()
+
+
+#: Make a tensor and nothing else.
+_FACTORIES = {"arange", "lift_fresh", "empty_strided", "new_empty", "new_full", "stack"}
+
+
+@functools.cache
+def _checked_ops() -> frozenset[str]:
+    text = resources.files("oomph.rehearsal.cuda").joinpath("checked_ops.toml").read_text()
+    return frozenset(tomllib.loads(text)["ops"])
 
 
 @functools.cache

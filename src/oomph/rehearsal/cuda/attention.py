@@ -8,6 +8,7 @@ fake tensors, so that autograd saves what it would save on the GPU.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -30,184 +31,169 @@ class Kernel(StrEnum):
     MATH = "math"
 
 
-def choose_kernel(
-    gpu: GPU,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-) -> Kernel:
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One call of scaled dot product attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    scale: float | None = None
+    grouped: bool = False
+    """Whether several heads of the query may share one of key and value."""
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether backward will come for it."""
+        return _wants_gradient(self.query, self.key, self.value)
+
+    @property
+    def fits_fused_kernels(self) -> bool:
+        """Four dimensions, something to attend to, rows without gaps: what all of them ask for."""
+        query, key, value = self.query, self.key, self.value
+        return (
+            query.dim() == key.dim() == value.dim() == 4
+            and min(query.shape[2], key.shape[2]) > 0
+            and all(
+                t is None or t.stride(-1) == 1 or t.shape[-1] == 1
+                for t in (query, key, value, self.mask)
+            )
+        )
+
+    @property
+    def heads_match(self) -> bool:
+        """Whether query, key and value have as many heads."""
+        return self.query.shape[1] == self.key.shape[1] == self.value.shape[1]
+
+
+def choose_kernel(gpu: GPU, call: Attention) -> Kernel:
     """The first kernel, in the GPU's order of preference, whose conditions hold."""
     capability = gpu.compute_capability or (9, 0)
+    conditions = {
+        Kernel.CUDNN: (_cudnn_can, torch.backends.cuda.cudnn_sdp_enabled),
+        Kernel.FLASH: (_flash_can, torch.backends.cuda.flash_sdp_enabled),
+        Kernel.EFFICIENT: (_efficient_can, torch.backends.cuda.mem_efficient_sdp_enabled),
+    }
     # cuDNN's kernels come first on data-centre Hopper and Blackwell only.
-    prefers_cudnn = capability[0] in (9, 10)
-    order = [Kernel.FLASH, Kernel.EFFICIENT]
-    if prefers_cudnn:
-        order.insert(0, Kernel.CUDNN)
-    checks = {Kernel.CUDNN: _cudnn_can, Kernel.FLASH: _flash_can, Kernel.EFFICIENT: _efficient_can}
-    for kernel in order:
-        if _enabled(kernel) and checks[kernel](
-            capability, query, key, value, mask, dropout, causal, grouped
-        ):
+    if capability[0] not in (9, 10):
+        del conditions[Kernel.CUDNN]
+    for kernel, (can, enabled) in conditions.items():
+        if enabled() and call.fits_fused_kernels and can(capability, call):
             return kernel
     return Kernel.MATH
-
-
-def _enabled(kernel: Kernel) -> bool:
-    """Whether the user left this kernel on (`torch.nn.attention.sdpa_kernel` turns it off)."""
-    cuda = torch.backends.cuda
-    return bool(
-        {
-            Kernel.CUDNN: cuda.cudnn_sdp_enabled,
-            Kernel.FLASH: cuda.flash_sdp_enabled,
-            Kernel.EFFICIENT: cuda.mem_efficient_sdp_enabled,
-        }[kernel]()
-    )
-
-
-def _dense_4d(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.dim() == key.dim() == value.dim() == 4 and min(query.shape[2], key.shape[2]) > 0
-
-
-def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.shape[1] == key.shape[1] == value.shape[1]
-
-
-def _last_stride_is_one(*tensors: Tensor | None) -> bool:
-    return all(t is None or t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _cudnn_can(
-    capability: tuple[int, int],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-) -> bool:
-    d_query, d_value = query.shape[-1], value.shape[-1]
+def _cudnn_can(capability: tuple[int, int], call: Attention) -> bool:
+    widths = call.query.shape[-1], call.value.shape[-1]
     # 192 against 128 is the one wider pair cuDNN 9.11+ takes on these cards.
-    limit = 192 if (d_query, d_value) == (192, 128) else 128
+    limit = 192 if widths == (192, 128) else 128
     return (
         capability >= (8, 0)
-        and query.dtype in _HALF
-        and not (mask is not None and _wants_gradient(mask))
-        and _dense_4d(query, key, value)
-        and _last_stride_is_one(query, key, value, mask)
-        and (grouped or _same_heads(query, key, value))
-        and max(d_query, d_value) <= limit
-        and d_query % 8 == 0
-        and d_value % 8 == 0
-        and key.shape[2] != 1
-        and (dropout == 0.0 or query.shape[2] != 1)
+        and call.query.dtype in _HALF
+        and not (call.mask is not None and _wants_gradient(call.mask))
+        and (call.grouped or call.heads_match)
+        and max(widths) <= limit
+        and all(width % 8 == 0 for width in widths)
+        and call.key.shape[2] != 1
+        and (call.dropout == 0.0 or call.query.shape[2] != 1)
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
-def _flash_can(
-    capability: tuple[int, int],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-) -> bool:
-    width = query.shape[-1]
+def _flash_can(capability: tuple[int, int], call: Attention) -> bool:
+    width = call.query.shape[-1]
     if (8, 6) <= capability <= (8, 9) or capability[0] == 12:
-        wide_gradient = width > 192 and not (dropout == 0.0 and width > 224)
-        if wide_gradient and _wants_gradient(query, key, value):
+        too_wide = width > 192 and not (call.dropout == 0.0 and width > 224)
+        if too_wide and call.wants_gradient:
             return False
     return (
         capability >= (8, 0)
-        and mask is None
-        and query.dtype in _HALF
-        and _dense_4d(query, key, value)
-        and _last_stride_is_one(query, key, value, mask)
-        and (grouped or _same_heads(query, key, value))
-        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
-        and not (causal and query.shape[2] != key.shape[2])
+        and call.mask is None
+        and call.query.dtype in _HALF
+        and (call.grouped or call.heads_match)
+        and width == call.key.shape[-1] == call.value.shape[-1] <= 256
+        and not (call.causal and call.query.shape[2] != call.key.shape[2])
     )
 
 
-def _efficient_can(
-    capability: tuple[int, int],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-) -> bool:
-    half = query.dtype in _HALF
+def _efficient_can(capability: tuple[int, int], call: Attention) -> bool:
+    half = call.query.dtype in _HALF
     tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
     alignment = 4 if capability >= (8, 0) else 1
     if tensor_cores:
         alignment = max(alignment, 8 if half else 4)
     dtypes = (torch.float16, torch.float32) + ((torch.bfloat16,) if capability >= (8, 0) else ())
+    given = (call.query, call.key, call.value, call.mask)
     return (
-        query.dtype in dtypes
-        and _dense_4d(query, key, value)
-        and all(t is None or t.stride(-1) == 1 for t in (query, key, value, mask))
-        and _same_heads(query, key, value)
-        and query.shape[-1] == key.shape[-1]
-        and query.shape[-1] % alignment == 0
-        and value.shape[-1] % alignment == 0
+        call.query.dtype in dtypes
+        and all(tensor is None or tensor.stride(-1) == 1 for tensor in given)
+        and call.heads_match
+        and call.query.shape[-1] == call.key.shape[-1]
+        and call.query.shape[-1] % alignment == 0
+        and call.value.shape[-1] % alignment == 0
     )
 
 
-def attend(
-    gpu: GPU,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    causal: bool = False,
-    scale: float | None = None,
-    grouped: bool = False,
-) -> Tensor:
-    """Scaled dot product attention as the GPU would run it, on fake tensors."""
-    kernel = choose_kernel(gpu, query, key, value, mask, dropout, causal, grouped)
-    if kernel is Kernel.MATH:
-        out = aten._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=grouped
-        )
-        return out[0]  # type: ignore[no-any-return]
-    saves = _wants_gradient(query, key, value)
-    mask = _as_float_mask(mask, query.dtype)
-    result: Any
-    if kernel is Kernel.CUDNN:
-        result = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, saves, dropout, causal, False, scale=scale
-        )
-    elif kernel is Kernel.FLASH:
-        width = query.shape[-1]
-        # The kernel wants a multiple of eight; the scale stays that of the true width.
-        scale = scale if scale is not None else width**-0.5
-        padded = [_pad_last(tensor, 8) for tensor in (query, key, value)]
-        result = aten._scaled_dot_product_flash_attention(
-            *padded, dropout, causal, False, scale=scale
-        )
-        return result[0][..., :width] if width % 8 else result[0]  # type: ignore[no-any-return]
-    else:
-        if mask is not None:
-            mask = _aligned_mask(mask).expand(*query.shape[:3], key.shape[2])
-        result = aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, saves, dropout, causal, scale=scale
-        )
-    return result[0]  # type: ignore[no-any-return]
+def attend(gpu: GPU, call: Attention) -> Tensor:
+    """Attention as the GPU would run it, on fake tensors."""
+    run = {
+        Kernel.CUDNN: _run_cudnn,
+        Kernel.FLASH: _run_flash,
+        Kernel.EFFICIENT: _run_efficient,
+        Kernel.MATH: _run_math,
+    }[choose_kernel(gpu, call)]
+    result: Tensor = run(call)
+    return result
+
+
+def _run_math(call: Attention) -> Any:
+    return aten._scaled_dot_product_attention_math(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.dropout,
+        call.causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.grouped,
+    )[0]
+
+
+def _run_cudnn(call: Attention) -> Any:
+    mask = _as_float_mask(call.mask, call.query.dtype)
+    saves, given = call.wants_gradient, (call.query, call.key, call.value)
+    return aten._scaled_dot_product_cudnn_attention(
+        *given, mask, saves, call.dropout, call.causal, False, scale=call.scale
+    )[0]
+
+
+def _run_flash(call: Attention) -> Any:
+    width = call.query.shape[-1]
+    # The kernel wants a multiple of eight; the scale stays that of the true width.
+    scale = call.scale if call.scale is not None else width**-0.5
+    padded = [_pad_last(tensor, 8) for tensor in (call.query, call.key, call.value)]
+    out = aten._scaled_dot_product_flash_attention(
+        *padded, call.dropout, call.causal, False, scale=scale
+    )[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _run_efficient(call: Attention) -> Any:
+    mask = _as_float_mask(call.mask, call.query.dtype)
+    if mask is not None:
+        mask = _aligned_mask(mask).expand(*call.query.shape[:3], call.key.shape[2])
+    saves, given = call.wants_gradient, (call.query, call.key, call.value)
+    return aten._scaled_dot_product_efficient_attention(
+        *given, mask, saves, call.dropout, call.causal, scale=call.scale
+    )[0]
 
 
 def _as_float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

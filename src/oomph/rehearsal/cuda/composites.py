@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
-from oomph.rehearsal.cuda.attention import attend
+from oomph.rehearsal.cuda.attention import Attention, attend
 from oomph.rehearsal.cuda.recurrent import run_recurrent
 
 aten = torch.ops.aten
@@ -43,9 +43,17 @@ def cuda_composites(gpu: GPU, on_gpu: Callable[[Tensor], bool]) -> Iterator[None
             return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale
             )[0]
-        return attend(
-            gpu, query, key, value, attn_mask, dropout_p, is_causal, scale, grouped=enable_gqa
+        call = Attention(
+            query=query,
+            key=key,
+            value=value,
+            mask=attn_mask,
+            dropout=dropout_p,
+            causal=is_causal,
+            scale=scale,
+            grouped=enable_gqa,
         )
+        return attend(gpu, call)
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None and bias.dim() == 1 and input.dim() > 1 and input.is_contiguous():
