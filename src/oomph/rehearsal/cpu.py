@@ -9,7 +9,7 @@ import torch
 
 from oomph.errors import CannotRehearse
 from oomph.rehearsal.kept_storage import grow, run_with_kept_storage
-from oomph.rehearsal.recorder import PlainKernels
+from oomph.rehearsal.rules import PlainKernels
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from oomph.rehearsal.in_place import (
     is_in_place,
     may_be_in_place,
 )
+from oomph.rehearsal.rules import Burst, Rules
 from oomph.rehearsal.timeline import Block, Category, Span, Timeline
 from oomph.rehearsal.values import KnownValues
 
@@ -42,70 +43,6 @@ class Side(Enum):
 
     GPU = "gpu"
     HOST = "host"
-
-
-class Burst:
-    """Scratch blocks that a kernel holds at the same time, and frees before it returns."""
-
-    __slots__ = ("after", "doubtful", "sizes")
-
-    def __init__(self, *sizes: int, doubtful: bool = False, after: int | None = None) -> None:
-        self.sizes = sizes
-        #: How many of the op's outputs are allocated before this; None: all of them.
-        self.after = after
-        #: A library chooses the size by itself; the true one may differ.
-        self.doubtful = doubtful
-
-
-class Rules(Protocol):
-    """What a device's kernels do that the fake ones do not."""
-
-    def replace(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The outputs of an op whose shape or dtype differs on this device, or NotImplemented."""
-
-    def scratch(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> Sequence[Burst]:
-        """What the real kernel allocates and frees inside the op, one burst after the other."""
-
-    def lasting(
-        self, func: Any, args: Sequence[Any], in_backward: bool
-    ) -> Sequence[tuple[str, int]]:
-        """(key, size) of workspaces that stay after the first op that needs them."""
-
-    def output_order(self, func: Any) -> Sequence[int] | None:
-        """The order in which the kernel allocates its outputs, None if it is theirs."""
-
-    def host_outputs(self, func: Any) -> Collection[int]:
-        """Which of the op's outputs are on the host although its inputs are not."""
-
-
-class PlainKernels:
-    """Rules of a device whose kernels take nothing but their outputs."""
-
-    def replace(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """No op is different."""
-        return NotImplemented
-
-    def scratch(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> Sequence[Burst]:
-        """No scratch."""
-        return ()
-
-    def lasting(
-        self, func: Any, args: Sequence[Any], in_backward: bool
-    ) -> Sequence[tuple[str, int]]:
-        """No workspaces."""
-        return ()
-
-    def output_order(self, func: Any) -> Sequence[int] | None:
-        """Theirs."""
-        return None
-
-    def host_outputs(self, func: Any) -> Collection[int]:
-        """None."""
-        return ()
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -155,11 +92,11 @@ class Recorder(TorchDispatchMode):
         self._placing: Side | None = None
         self._modules: list[str] = []
         self._phase = ""
-        # Autograd nodes are numbered as they are made; the number tells a backward op's module.
         held_by_autograd_alone()  # measured once, outside of any backward
         #: The autograd node that runs, and the event at which it was first seen.
         self._node: tuple[str, int] | None = None
         self._node_start = 0
+        # Autograd nodes are numbered as they are made; the number tells a backward op's module.
         self._sequence_starts: list[int] = []
         self._sequence_modules: list[str] = []
 
@@ -322,7 +259,7 @@ class Recorder(TorchDispatchMode):
             out = self._rules.replace(func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
-        self._record(func, args, kwargs, out, side)
+        self._record(func, args, out, side)
         self.values.follow(func, args, kwargs, out)
         return out
 
@@ -358,14 +295,12 @@ class Recorder(TorchDispatchMode):
         if _key(tensor) not in self._storages:
             self._remember(tensor, Side.HOST)
 
-    def _record(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, side: Side
-    ) -> None:
+    def _record(self, func: Any, args: Sequence[Any], out: Any, side: Side) -> None:
         host_outputs: Collection[int] = ()
         bursts: Sequence[Burst] = ()
         if side is Side.GPU:
             host_outputs = self._rules.host_outputs(func)
-            bursts = self._rules.scratch(func, args, kwargs, out)
+            bursts = self._rules.scratch(func, args, out)
         outputs = list(enumerate(tensors_in(out)))
         order = self._rules.output_order(func)
         if order is not None:

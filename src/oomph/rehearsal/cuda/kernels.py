@@ -25,7 +25,7 @@ from oomph.rehearsal.cuda.recurrent import (
 )
 from oomph.rehearsal.cuda.reductions import reduction_scratch
 from oomph.rehearsal.kept_storage import run_with_kept_storage
-from oomph.rehearsal.recorder import Burst
+from oomph.rehearsal.rules import Burst
 from oomph.units import KIB, MIB
 
 aten = torch.ops.aten
@@ -45,9 +45,7 @@ class CudaKernels:
             return run_with_kept_storage(func, args, kwargs)
         return make(*args, **kwargs)
 
-    def scratch(
-        self, func: Any, args: Arguments, kwargs: dict[str, Any], out: Any
-    ) -> Sequence[Burst]:
+    def scratch(self, func: Any, args: Arguments, out: Any) -> Sequence[Burst]:
         """Memory allocated and freed inside the op: one burst after the other."""
         formula = _SCRATCH.get(func)
         return formula(self, args, out) if formula is not None else ()
