@@ -171,6 +171,8 @@ def _ledgers(estimate: Estimate) -> Table:
             for name, size in estimate.peak.as_dict().items()
             for interval, words in [(estimate.interval[name], LEDGER_WORDS[name])]
         ]
+        unused = "reserved but in no use, when most is reserved"
+        rows.append(("fragmentation", f"{estimate.fragmentation:.0%}", "–", unused))
     return Table(
         title="Predicted peak",
         header=("ledger", "peak", "interval", "what it counts"),

@@ -1,0 +1,1 @@
+"""Questions around a job that its estimate can answer: how large it may be, which cards hold it."""
