@@ -9,16 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import BadInput, OomphError, UnknownName
+from oomph.estimation import estimate
 from oomph.job import (
     Job,
     batch_size,
     build_model,
     check_count,
     compute_loss,
+    make_batch,
     make_optimizer,
     repeated_blocks,
     split_batch,
 )
+from oomph.job_sources import job_from_name
 
 ROWS = torch.ones(4, 2)
 
@@ -163,3 +166,24 @@ def test_a_count_that_nobody_can_mean_is_refused(value: float) -> None:
 def test_every_refusal_is_an_error_of_oomph() -> None:
     assert issubclass(BadInput, OomphError)
     assert issubclass(UnknownName, OomphError)
+
+
+def test_a_batch_of_numbers_has_the_dtype_of_a_bf16_model() -> None:
+    batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
+    job = Job(lambda: nn.Linear(3, 3), nn.CrossEntropyLoss(), batch=batch, precision="bf16")
+    images, labels = make_batch(job)
+    assert (images.dtype, labels.dtype) == (torch.bfloat16, torch.int64)
+    assert batch[0].dtype is torch.float32
+
+
+def test_a_model_that_transformers_cannot_checkpoint_is_checkpointed_block_by_block() -> None:
+    plain, full = (
+        estimate(job_from_name("convnext-base", batch=4, checkpointing=how), "h200")
+        for how in ("none", "full")
+    )
+    assert full.peak.allocated < plain.peak.allocated
+
+
+def test_bf16_autocast_is_refused_on_a_card_without_it() -> None:
+    with pytest.raises(BadInput, match="t4 knows no bf16: use fp16-mixed"):
+        estimate(job_from_name("gpt2", batch=1, seq=64, precision="bf16-mixed"), "t4")

@@ -73,8 +73,16 @@ def build_model(job: Job) -> nn.Module:
 
 
 def make_batch(job: Job) -> Any:
-    """One global batch of the job."""
-    return job.batch() if callable(job.batch) else job.batch
+    """One global batch of the job, its numbers in the dtype of a model that has but one."""
+    batch = job.batch() if callable(job.batch) else job.batch
+    if job.precision != "bf16":
+        return batch
+
+    def cast(leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(torch.bfloat16) if floats else leaf
+
+    return tree_map(cast, batch)
 
 
 def compute_loss(job: Job, model: nn.Module, batch: Any) -> Tensor:
@@ -162,7 +170,7 @@ def _optimizer_classes() -> list[type[torch.optim.Optimizer]]:
 def checkpoint_blocks(model: nn.Module) -> None:
     """Recompute every repeated block in backward, as "gradient checkpointing" does."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is not None:
+    if enable is not None and getattr(model, "supports_gradient_checkpointing", True):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     blocks = repeated_blocks(model)

@@ -115,15 +115,30 @@ def test_an_unknown_shape_is_refused_with_its_op_and_line(recorder: Recorder, de
 def test_a_loop_that_waits_for_a_value_is_refused(
     recorder: Recorder, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oomph.rehearsal.values.MOST_QUESTIONS", 100)
+    monkeypatch.setattr("oomph.rehearsal.values.MOST_TRUTHS", 100)
     x = torch.randn(8, 8, device=device)
     with pytest.raises(CannotRehearse, match="seems to wait"):
         while not x.mean() > 0:
             x = x + 1
 
 
+def test_a_mask_of_floats_is_followed(recorder: Recorder, device: str) -> None:
+    mask = torch.ones(4, 64, device=device)
+    assert bool((mask == 1).all())
+    assert recorder.values.notes() == []
+
+
+def test_a_known_operand_decides_where_the_other_is_unknown(
+    recorder: Recorder, device: str
+) -> None:
+    unknown = torch.rand(8, device=device) > 0.5
+    assert bool((unknown | torch.ones(8, dtype=torch.bool, device=device)).all())
+    assert not bool((unknown & torch.zeros(8, dtype=torch.bool, device=device)).any())
+    assert recorder.values.notes() == []
+
+
 def test_large_tensors_and_weights_are_not_followed(recorder: Recorder, device: str) -> None:
-    weights = torch.ones(65, device=device)
+    weights = torch.ones((1 << 16) + 1, device=device)
     large = torch.zeros((1 << 20) + 1, dtype=torch.int64, device=device)
     assert recorder.values.of(weights) is None
     assert recorder.values.of(large) is None

@@ -28,8 +28,10 @@ aten = torch.ops.aten
 MOST_ELEMENTS = 1 << 20
 #: Floats are followed where masks and loss scales need it; weights are never known.
 MOST_FLOATS = 1 << 16
-#: A branch asked this often on one line without an answer is an endless loop.
-MOST_QUESTIONS = 1_000
+#: A truth asked for this often on one line is that of an endless loop; numbers, an optimizer may
+#: read once per weight.
+MOST_TRUTHS = 1_000
+MOST_NUMBERS = 100_000
 
 #: Truth of a boolean nobody can know: numbers are finite, and a mask hides nothing.
 _ASSUMED_TRUTH = {aten.isnan.default: False, aten.isinf.default: False, aten.isfinite.default: True}
@@ -167,7 +169,7 @@ class KnownValues:
         where = where or _line_of_the_user()
         note = f"{what} at {where} was taken to be {value}"
         self.assumed[note] += 1
-        if self.assumed[note] > MOST_QUESTIONS:
+        if self.assumed[note] > (MOST_TRUTHS if isinstance(value, bool) else MOST_NUMBERS):
             raise CannotRehearse(f"{where} seems to wait for a value that only real data can tell")
         return value
 
