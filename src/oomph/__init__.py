@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from oomph.job import Job
     from oomph.job_sources import job_from_config, job_from_factory, job_from_name
     from oomph.models import find_model, known_models
+    from oomph.planning.cards import CardSurvey, CardVerdict, survey_cards
+    from oomph.planning.limits import Limit, largest
     from oomph.rehearsal.phases import rehearse
     from oomph.rehearsal.timeline import Block, Category, Timeline
 
@@ -25,6 +27,8 @@ _HOMES = {
     "job": ("Job",),
     "job_sources": ("job_from_config", "job_from_factory", "job_from_name"),
     "models": ("find_model", "known_models"),
+    "planning.cards": ("CardSurvey", "CardVerdict", "survey_cards"),
+    "planning.limits": ("Limit", "largest"),
     "rehearsal.phases": ("rehearse",),
     "rehearsal.timeline": ("Block", "Category", "Timeline"),
 }
@@ -34,10 +38,13 @@ __all__ = [
     "BadInput",
     "Block",
     "CannotRehearse",
+    "CardSurvey",
+    "CardVerdict",
     "Category",
     "Estimate",
     "Job",
     "Ledgers",
+    "Limit",
     "MissingExtra",
     "OomphError",
     "Timeline",
@@ -50,7 +57,9 @@ __all__ = [
     "job_from_name",
     "known_gpus",
     "known_models",
+    "largest",
     "rehearse",
+    "survey_cards",
 ]
 
 

@@ -13,28 +13,35 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from oomph.errors import OomphError
+from oomph.errors import BadInput, OomphError
 from oomph.gpus import GPU, known_gpus
 from oomph.models.catalogue import ModelEntry, known_models
-from oomph.reporting.report import Table
-from oomph.reporting.text import print_estimate, print_table
+from oomph.reporting.questions import describe_cards, describe_limit
+from oomph.reporting.report import Report, Table, describe
+from oomph.reporting.text import print_report, print_table
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:
     from oomph.estimation import Estimate
+    from oomph.job import Job
+    from oomph.planning.cards import CardSurvey
+    from oomph.planning.limits import Limit
 
 SCHEMA_VERSION = 1
 EXIT_CODES = {"fits": 0, "does_not_fit": 3, "inconclusive": 5}
 USAGE, INTERNAL, INTERRUPTED = 2, 1, 130
 #: The card that CUDA's rules were checked on; its rules are used where only a budget is given.
 DEFAULT_GPU = "h200"
+ANY_GPU = "any"
+#: Sequence lengths are solved for in multiples of this, which kernels like and people choose.
+SEQ_STEP = 64
 
 app = typer.Typer(
     help="Makes any PyTorch model fit in the GPU memory you have, and says before you run that it"
@@ -144,9 +151,18 @@ def estimate(
     micro_batch: Annotated[int | None, typer.Option(help="Samples per forward.")] = None,
     checkpointing: Annotated[str | None, typer.Option(help="none or full.")] = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME", help="A card of `oomph gpus`, or cpu.")
+        str,
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="A card of `oomph gpus`, cpu, or any: which of the cards would hold it.",
+        ),
     ] = DEFAULT_GPU,
     budget: BudgetOption = None,
+    solve: Annotated[
+        str | None,
+        typer.Option("--solve", metavar="WHAT", help="batch or seq: the largest that fits."),
+    ] = None,
     phase: Annotated[
         list[str] | None,
         typer.Option(help="build, first-step, step, eval or save. Repeatable; default: all."),
@@ -172,20 +188,78 @@ def estimate(
         "checkpointing": checkpointing,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    with _working(f"rehearsing {model}"):
+    if solve is not None:
+        _check_solvable(solve, gpu=gpu, micro_batch=micro_batch, inputs=inputs)
+    with _working(f"rehearsing {model}") as say:
         from oomph.estimation import estimate as predict
         from oomph.job_sources import job_from
+        from oomph.planning.cards import survey_cards
         from oomph.rehearsal.phases import PHASES
 
-        job = job_from(model, batch=batch, seq=seq, inputs=inputs or (), **given)
-        result = predict(
-            job,
-            None if gpu == "cpu" else gpu,
-            budget=budget,
-            phases=[name.replace("-", " ") for name in phase] if phase else PHASES,
-            allocator=allocator,
+        card = None if gpu == "cpu" else gpu
+        under: dict[str, Any] = {
+            "budget": budget,
+            "phases": [name.replace("-", " ") for name in phase] if phase else PHASES,
+            "allocator": allocator,
+        }
+        if solve is not None:
+            limit = _solve(solve, model, {"batch": batch, "seq": seq, **given}, card, under, say)
+        else:
+            job = job_from(model, batch=batch, seq=seq, inputs=inputs or (), **given)
+            if gpu == ANY_GPU:
+                survey = survey_cards(job, **under)
+            else:
+                result = predict(job, card, **under)
+    if solve is not None:
+        return _answer(limit, describe_limit(limit), as_json)
+    if gpu == ANY_GPU:
+        return _answer(survey, describe_cards(survey), as_json)
+    return _answer(result, describe(result), as_json)
+
+
+def _check_solvable(
+    solve: str, *, gpu: str, micro_batch: int | None, inputs: Sequence[str] | None
+) -> None:
+    if solve not in ("batch", "seq"):
+        raise BadInput(f"--solve finds the largest batch or seq, not {solve!r}")
+    if gpu == ANY_GPU:
+        raise BadInput("--solve wants one card, not any; `oomph gpus` lists them")
+    if inputs:
+        raise BadInput("--input fixes the batch that --solve is to vary; use one of them")
+    if solve == "batch" and micro_batch is not None:
+        raise BadInput(
+            "the micro-batch decides the memory, not the batch: leave --micro-batch out, and what"
+            " --solve batch finds is the largest micro-batch"
         )
-    return _answer(result, as_json)
+
+
+def _solve(
+    solve: str,
+    model: str,
+    options: dict[str, Any],
+    gpu: str | None,
+    under: dict[str, Any],
+    say: Callable[[str], None],
+) -> Limit:
+    from oomph.job_sources import default_shape, is_factory, job_from
+    from oomph.planning.limits import largest
+
+    if is_factory(model):
+        raise BadInput(f"{model} makes its own batch; ask oomph.largest from Python instead")
+
+    def make_job(size: int) -> Job:
+        say(f"rehearsing {model} with a {solve} of {size:,}")
+        return job_from(model, **{**options, solve: size})
+
+    given = options[solve]
+    return largest(
+        make_job,
+        gpu,
+        what=solve,
+        start=given if given is not None else default_shape(model)[solve],
+        step=SEQ_STEP if solve == "seq" else 1,
+        **under,
+    )
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -212,7 +286,7 @@ def rehearse(
     result = estimate_script(
         script, arguments or (), gpu=gpu, budget=budget, steps=steps, stdout_to_stderr=True
     )
-    return _answer(result, as_json)
+    return _answer(result, describe(result), as_json)
 
 
 @app.command()
@@ -278,24 +352,30 @@ def models(as_json: AsJson = False) -> None:
     )
 
 
-def _answer(result: Estimate, as_json: bool) -> int:
+def _answer(result: Estimate | Limit | CardSurvey, report: Report, as_json: bool) -> int:
     if as_json:
         _write_json(result.as_dict())
     else:
-        print_estimate(result, Console())
+        print_report(report, Console())
     return EXIT_CODES[result.verdict]
 
 
 @contextlib.contextmanager
-def _working(what: str) -> Iterator[None]:
-    """Keep libraries and users' files off stdout; show that something happens on a terminal."""
+def _working(what: str) -> Iterator[Callable[[str], None]]:
+    """Keep libraries and users' files off stdout; show that something happens on a terminal.
+
+    What it gives says what happens next.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("torch").setLevel(logging.ERROR)
     console = Console(stderr=True)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
-        with console.status(what) if console.is_terminal else contextlib.nullcontext():
-            yield
+        if not console.is_terminal:
+            yield lambda _: None
+            return
+        with console.status(what) as status:
+            yield status.update
 
 
 def _write_json(value: dict[str, Any]) -> None:

@@ -28,6 +28,9 @@ from oomph.models import (
 
 MakeBatch = Callable[..., dict[str, Tensor]]
 
+#: Where a config.json is given without a shape: it names none that it is usually trained with.
+CONFIG_BATCH, CONFIG_SEQ = 1, 512
+
 
 def job_from(
     model: str,
@@ -38,18 +41,35 @@ def job_from(
     **options: Any,
 ) -> Job:
     """A job from whichever `model` is: `file.py:function`, a config.json, its folder, or a name."""
-    if ".py:" in model or model.endswith(".py"):
+    if is_factory(model):
         if batch is not None or seq is not None:
             raise BadInput(f"{model} makes its own batch; set its size and length there")
         if inputs:
             options["batch"] = functools.partial(_batch_of, inputs)
         return dataclasses.replace(job_from_factory(model), **options)
-    is_path = model.endswith(".json") or model.startswith((".", "/", "~")) or Path(model).is_dir()
-    if not is_path:
+    if not _is_path(model):
         return job_from_name(model, batch=batch, seq=seq, inputs=inputs, **options)
     path = Path(model).expanduser()
-    size = 1 if batch is None else batch
+    size = CONFIG_BATCH if batch is None else batch
     return job_from_config(path, batch=size, seq=seq, inputs=inputs, **options)
+
+
+def is_factory(model: str) -> bool:
+    """Whether it names a function in a file, which makes a job with a batch of its own."""
+    return ".py:" in model or model.endswith(".py")
+
+
+def default_shape(model: str) -> dict[str, int]:
+    """The `batch` and `seq` that `job_from` takes for a name or config where none is given."""
+    if _is_path(model):
+        return {"batch": CONFIG_BATCH, "seq": CONFIG_SEQ}
+    entry = find_model(model)
+    return {"batch": entry.batch, "seq": entry.seq}
+
+
+def _is_path(model: str) -> bool:
+    """Whether it is a config.json or its folder, not a name."""
+    return model.endswith(".json") or model.startswith((".", "/", "~")) or Path(model).is_dir()
 
 
 def job_from_name(
@@ -77,7 +97,7 @@ def job_from_name(
 def job_from_config(
     path: str | Path,
     *,
-    batch: int = 1,
+    batch: int = CONFIG_BATCH,
     seq: int | None = None,
     inputs: Sequence[str] = (),
     **options: Any,
@@ -85,7 +105,7 @@ def job_from_config(
     """A job on the model that a Hugging Face `config.json` (or its folder) describes."""
     cls, config = model_from_config_path(path)
     size = check_count("the batch", batch)
-    length = check_count("the sequence length", seq if seq is not None else 512)
+    length = check_count("the sequence length", seq if seq is not None else CONFIG_SEQ)
     make_batch: MakeBatch = functools.partial(_labelled_batch_of, inputs)
     if not inputs:
         make_batch = functools.partial(sample_batch, task_kind(cls, config), config, size, length)

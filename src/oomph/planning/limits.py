@@ -167,7 +167,8 @@ class _Search:
         try:
             job = self.make_job(size)
         except BadInput as error:
-            if not self.tried:
+            # Refused at once, or between two sizes that are taken: that is no end to find.
+            if not self.tried or min(self.tried) < size < max(self.tried):
                 raise
             self._find_bound(size, error)
             return
@@ -216,28 +217,27 @@ class _Search:
         if len(self.tried) == 1:
             return 2 * low if low is not None else (high or 0) // 2
         root = self._root(low, high)
-        # Lines between far ends of a curve err to one side again and again: then reach further.
         reach = max(math.ceil(PRECISION * root), self.step if root > self.step else 1)
-        reach *= 2**self.streak if low is not None and high is not None else 1
         if low is None:
             return min(root, (high or 0) - reach)
         if high is None:
             return min(max(root, low + reach), low * LARGEST_STRIDE)
-        if high - low <= 4 * reach:
+        # A line between the ends of a curve errs to one side again and again: then reach further.
+        reach <<= self.streak
+        if high - low <= 2 * reach:
             return (low + high) // 2
         return min(max(root, low + reach), high - reach)
 
     def _root(self, low: int | None, high: int | None) -> int:
+        """The size that needs the budget: between the two that enclose it, or beyond two others."""
+        sizes = sorted(self.tried)
         if low is not None and high is not None:
-            ends = (low, high)
-        else:
-            by_size = sorted(self.tried)
-            ends = (by_size[-2], by_size[-1]) if high is None else (by_size[0], by_size[1])
-        near, far = (self.tried[end] for end in ends)
-        budget = near.budget
+            sizes = [low, high]
+        one, other = sizes[:2] if low is None else sizes[-2:]
+        need, larger_need = (self.tried[size].smallest_budget for size in (one, other))
+        budget = self.tried[one].budget
         assert budget is not None
-        slope = (far.smallest_budget - near.smallest_budget) / (ends[1] - ends[0])
-        if slope <= 0:
+        if larger_need <= need:
             return MOST if high is None else self.least
-        root = ends[0] + (budget - near.smallest_budget) / slope
+        root: float = one + (other - one) * (budget - need) / (larger_need - need)
         return int(min(max(root, 0), MOST))

@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is said about an estimate, in the order it is said."""
+    """What is said about an estimate or an answer, in the order it is said."""
 
     verdict: str
     headline: str
@@ -62,6 +62,8 @@ class Report:
     tables: tuple[Table, ...]
     lists: tuple[tuple[str, tuple[str, ...]], ...]
     """Titles with their sentences: what was assumed, and reasons for the interval's width."""
+    seconds: float
+    """How long the prediction took."""
 
 
 def describe(estimate: Estimate) -> Report:
@@ -72,7 +74,7 @@ def describe(estimate: Estimate) -> Report:
     ]
     return Report(
         verdict=VERDICT_WORDS[estimate.verdict],
-        headline=f"{_need(estimate)}; {_alive(estimate)}",
+        headline=f"{describe_need(estimate)}; {_alive(estimate)}",
         advice=tuple(_advice(estimate)),
         tables=(
             _ledgers(estimate),
@@ -81,10 +83,12 @@ def describe(estimate: Estimate) -> Report:
             _modules(estimate),
         ),
         lists=tuple((title, sentences) for title, sentences in lists if sentences),
+        seconds=estimate.seconds,
     )
 
 
-def _need(estimate: Estimate) -> str:
+def describe_need(estimate: Estimate) -> str:
+    """What the job needs, of how much: "gpt2 needs 15.4 GiB (… predicted) of t4's 15.6 GiB"."""
     device, interval = estimate.peak.device, estimate.interval["device"]
     need = f"{estimate.job} needs {format_bytes(device)}"
     if (interval.low, interval.high) != (device, device):
@@ -171,7 +175,7 @@ def _ledgers(estimate: Estimate) -> Table:
             for name, size in estimate.peak.as_dict().items()
             for interval, words in [(estimate.interval[name], LEDGER_WORDS[name])]
         ]
-        unused = "reserved but in no use, when most is reserved"
+        unused = "of reserved, in no use at its peak"
         rows.append(("fragmentation", f"{estimate.fragmentation:.0%}", "–", unused))
     return Table(
         title="Predicted peak",

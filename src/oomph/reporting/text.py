@@ -21,16 +21,25 @@ _VERDICT_STYLES = {"fits": "bold green", "does not fit": "bold red", "inconclusi
 
 def render_text(estimate: Estimate) -> str:
     """The estimate as plain text; its first line is the answer, the rest is 80 columns wide."""
+    return render_report(describe(estimate))
+
+
+def render_report(report: Report) -> str:
+    """A report as plain text."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, legacy_windows=False)
-    print_estimate(estimate, console)
+    print_report(report, console)
     lines = buffer.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
 def print_estimate(estimate: Estimate, console: Console) -> None:
-    """Write the estimate to a console, in as much colour as that console has."""
-    report = describe(estimate)
+    """Write an estimate's report to a console."""
+    print_report(describe(estimate), console)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Write a report to a console, in as much colour as that console has."""
     _print_answer(report, console)
     for table in report.tables:
         console.print()
@@ -41,7 +50,7 @@ def print_estimate(estimate: Estimate, console: Console) -> None:
         for sentence in sentences:
             console.print(Padding(Text(sentence), (0, 0, 0, 2), expand=False))
     console.print()
-    console.print(Text(f"Predicted in {estimate.seconds:.1f} s; nothing was run.", style="dim"))
+    console.print(Text(f"Predicted in {report.seconds:.1f} s; nothing was run.", style="dim"))
 
 
 def _print_answer(report: Report, console: Console) -> None:
