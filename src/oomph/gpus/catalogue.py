@@ -41,6 +41,11 @@ class GPU:
     """Dense flop/s of a matrix product by dtype (`RATE_DTYPES`); absent where unsupported."""
     aliases: tuple[str, ...] = ()
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether matrix products run in bf16: on NVIDIA's cards from Ampere on."""
+        return self.compute_capability is None or self.compute_capability >= (8, 0)
+
 
 def known_gpus() -> dict[str, GPU]:
     """Every GPU of the catalogue, by name."""

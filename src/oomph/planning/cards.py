@@ -15,9 +15,6 @@ from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.units import parse_bytes
 
-#: The first compute capability with bfloat16 in its matrix units: Ampere's.
-FIRST_WITH_BF16 = (8, 0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CardVerdict:
@@ -104,9 +101,9 @@ def survey_cards(
     nvidia = sorted(
         (gpu for gpu in known_gpus().values() if gpu.compute_capability is not None), key=_rules
     )
-    for capability, group in itertools.groupby(nvidia, key=_rules):
+    for _, group in itertools.groupby(nvidia, key=_rules):
         alike = list(group)
-        if needs_bf16 and capability < FIRST_WITH_BF16:
+        if needs_bf16 and not alike[0].has_bf16:
             cards += [CardVerdict(gpu=gpu, estimate=None) for gpu in alike]
             continue
         # One rehearsal for all of them. What else differs is the number of multiprocessors:

@@ -40,8 +40,7 @@ def rehearse(job: Job, gpu: GPU | None, phases: Sequence[str] = PHASES) -> Timel
     for phase in phases:
         if phase not in PHASES:
             raise UnknownName("phase", phase, PHASES, f"phases are {', '.join(PHASES)}")
-    old = gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
-    if gpu is not None and old and job.precision == "bf16-mixed":
+    if gpu is not None and not gpu.has_bf16 and job.precision == "bf16-mixed":
         raise BadInput(f"{gpu.name} knows no bf16: use fp16-mixed")
     # Shuffling is done for real, so that a batch is known; the user's random stream stays put.
     with torch.random.fork_rng(devices=[]), pretend(gpu) as recorder:

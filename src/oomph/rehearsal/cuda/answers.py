@@ -150,7 +150,7 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
         "get_device_name": always(gpu.name),
         "get_device_capability": always(capability),
         "get_device_properties": always(_properties(gpu)),
-        "is_bf16_supported": always(capability >= (8, 0)),
+        "is_bf16_supported": always(gpu.has_bf16),
         "is_tf32_supported": always(capability >= (8, 0)),
         "mem_get_info": free_and_total,
         "memory_allocated": allocated,
