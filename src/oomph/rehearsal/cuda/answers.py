@@ -15,8 +15,10 @@ from unittest import mock
 
 import torch
 import torch._dynamo.trace_rules
+import torch.backends.cudnn.rnn
 
 from oomph.gpus import GPU
+from oomph.rehearsal.cuda.recurrent import MODES
 from oomph.rehearsal.recorder import Recorder
 
 #: Computed once per GPU by the driver; nothing in a rehearsal depends on its value.
@@ -275,6 +277,10 @@ def cuda_answers(gpu: GPU, recorder: Recorder) -> Iterator[None]:
         put(torch.backends.cuda, "is_built", lambda: True)
         put(torch.backends.cudnn, "is_available", lambda: True)
         put(torch.backends.cudnn, "version", lambda: _CUDNN_VERSION)
+        # Recurrent layers then put their weights into one buffer, as they do on a GPU.
+        put(torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.is_cuda)
+        put(torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()])
+        put(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(
             mock.patch.object(torch.cuda, "default_generators", (_Generator("cuda:0"),))
