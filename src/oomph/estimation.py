@@ -63,6 +63,8 @@ class Estimate:
 
     job: str
     gpu: str | None
+    allocator: str
+    """The allocator's settings, as PYTORCH_CUDA_ALLOC_CONF takes them; empty for the defaults."""
     verdict: Verdict
     budget: int | None
     peak: Ledgers
@@ -93,6 +95,7 @@ class Estimate:
             "schema_version": SCHEMA_VERSION,
             "job": self.job,
             "gpu": self.gpu,
+            "allocator": self.allocator,
             "verdict": self.verdict,
             "budget": self.budget,
             "peak": self.peak.as_dict(),
@@ -184,6 +187,7 @@ def judge(
     return Estimate(
         job=job,
         gpu=gpu.name if gpu is not None else None,
+        allocator=settings.as_text(),
         verdict=verdict,
         budget=budget,
         peak=ledgers(highest),

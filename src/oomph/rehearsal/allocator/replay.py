@@ -97,15 +97,6 @@ class AllocatorStats:
     largest_free_block_at_peak_reserved: int
 
     @property
-    def active(self) -> int:
-        """Only `record_stream`, which is not replayed, keeps a block active after its free."""
-        return self.allocated
-
-    @property
-    def peak_active(self) -> int:
-        return self.peak_allocated
-
-    @property
     def fragmentation(self) -> float:
         """The part of the peak of `reserved` that was not allocated then."""
         if not self.peak_reserved:
