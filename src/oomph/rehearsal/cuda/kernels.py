@@ -1,9 +1,9 @@
 """What CUDA's kernels take beyond their outputs, op by op.
 
 The formulas are read off ATen's sources and checked against allocation histories of an H200 (torch
-2.11, cuDNN 9.19). Nothing is fitted: where a library decides by itself (cuDNN's convolutions), the
-formula is the layout conversion it was seen to make, and the block is marked as doubtful, which
-widens the estimate's interval.
+2.11, cuDNN 9.19). Where a library decides by itself, its formula is read off those histories: CUB's
+sort, and what cuDNN's convolutions were seen to convert and to compute in parts. Those of cuDNN are
+marked as doubtful, which widens the estimate's interval.
 """
 
 from __future__ import annotations
