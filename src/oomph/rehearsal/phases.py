@@ -135,7 +135,7 @@ def _fake_actors(job: Job) -> _Actors:
     else:
         with mock.patch.object(LazyModuleMixin, "__init__", _refuse_lazy):
             model = build_model(job)
-    return _Actors(model=model, batch=_fake_batch(job, mode), optimizer=optimizer, job=job)
+    return _Actors(model=model, batch=_fake_batch(job), optimizer=optimizer, job=job)
 
 
 def _move_state(optimizer: torch.optim.Optimizer, recorder: Recorder, device: str) -> None:
@@ -155,7 +155,7 @@ def _refuse_lazy(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _fake_batch(job: Job, mode: FakeTensorMode) -> Any:
+def _fake_batch(job: Job) -> Any:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, make_batch(job))
 
 
