@@ -42,8 +42,8 @@ CLOSE = [
     "encoder/16x512/bf16-mixed/adamw",
     "wav2vec2-base/8x80000/fp32/adamw",
 ]
-#: Published beforehand: the same model, measured by hand with torch.cuda's counters (GiB).
-PUBLISHED = {
+#: Measured before there was a prediction, with torch.cuda's counters (GiB).
+MEASURED_BEFORE = {
     "llama-3.2-1b/16x2048/bf16-mixed/adamw-fused/micro_batch=4": (48.45, 52.30),
     "llama-3.2-1b/16x2048/bf16-mixed/adamw-fused/micro_batch=1": (27.70, 28.22),
     "llama-3.2-1b/16x2048/bf16-mixed/adamw-fused/micro_batch=4/checkpointing=full": (31.87, 34.03),
@@ -85,9 +85,9 @@ def test_the_measured_peak_lies_in_the_predicted_interval(name: str) -> None:
     assert abs(row.error("allocated")) < 2
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", MEASURED_BEFORE)
 def test_runs_measured_independently_are_predicted(name: str) -> None:
-    allocated, reserved = PUBLISHED[name]
+    allocated, reserved = MEASURED_BEFORE[name]
     peak = row_of(name).predicted.peak
     assert peak.allocated / 2**30 == pytest.approx(allocated, rel=0.003)
     assert peak.reserved / 2**30 == pytest.approx(reserved, rel=0.02)

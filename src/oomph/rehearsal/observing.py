@@ -25,7 +25,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from oomph.rehearsal.recorder import Recorder, tensors_in
+from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import Category
 
 #: In the order they begin; a script that evaluates goes to "eval" and back.

@@ -26,7 +26,8 @@ from oomph.job import (
     make_optimizer,
 )
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
-from oomph.rehearsal.recorder import Recorder, tensors_in
+from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import Category, Timeline
 from oomph.rehearsal.world import pretend
 from oomph.running.step import evaluate, make_scaler, train_step

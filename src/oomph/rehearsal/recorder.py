@@ -32,6 +32,7 @@ from oomph.rehearsal.in_place import (
     may_be_in_place,
 )
 from oomph.rehearsal.rules import Burst, Rules
+from oomph.rehearsal.storages import storage_key, tensors_in
 from oomph.rehearsal.timeline import Block, Category, Span, Timeline
 from oomph.rehearsal.values import KnownValues
 
@@ -43,18 +44,6 @@ class Side(Enum):
 
     GPU = "gpu"
     HOST = "host"
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors among an op's arguments or results, lists included."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
 
 
 class _Storage:
@@ -172,12 +161,12 @@ class Recorder(TorchDispatchMode):
 
     def side_of(self, tensor: Tensor) -> Side:
         """Where a tensor lives; what was made outside the rehearsal is on the host."""
-        record = self._storages.get(_key(tensor))
+        record = self._storages.get(storage_key(tensor))
         return record.side if record is not None else Side.HOST
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block a GPU tensor's storage was recorded as."""
-        record = self._storages.get(_key(tensor))
+        record = self._storages.get(storage_key(tensor))
         return record.block if record is not None else None
 
     def categorise(
@@ -216,7 +205,7 @@ class Recorder(TorchDispatchMode):
             self.busy = True
             try:
                 if held is not None and self._writes_in_place(func, args, held):
-                    self.values.forget(_key(args[0]))
+                    self.values.forget(storage_key(args[0]))
                     return args[0]
                 return self._run(func, args, kwargs)
             finally:
@@ -285,14 +274,14 @@ class Recorder(TorchDispatchMode):
     def adopt(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> None:
         """Count tensors that no op made, such as those of a copied model."""
         for tensor in tensors:
-            if _key(tensor) not in self._storages:
+            if storage_key(tensor) not in self._storages:
                 record = self._remember(tensor, self._default_side)
                 if record.side is Side.GPU:
                     record.block = self._allocate(record.nbytes, "copy")
 
     def _adopt(self, tensor: Tensor) -> None:
         """Remember a storage made outside the rehearsal, so that it is not taken for a new one."""
-        if _key(tensor) not in self._storages:
+        if storage_key(tensor) not in self._storages:
             self._remember(tensor, Side.HOST)
 
     def _record(self, func: Any, args: Sequence[Any], out: Any, side: Side) -> None:
@@ -312,7 +301,7 @@ class Recorder(TorchDispatchMode):
                     f"{func} makes a sparse tensor, whose size only real data can tell; for an "
                     "embedding, sparse=False makes its gradient dense"
                 )
-            record = self._storages.get(_key(tensor))
+            record = self._storages.get(storage_key(tensor))
             if record is None:
                 # A view of what the recorder never saw: a constant from outside the step.
                 outside = func.is_view and func is not aten.lift_fresh.default
@@ -385,9 +374,3 @@ def is_gpu(device: Any) -> bool:
     if isinstance(device, int):
         return True
     return torch.device(device).type == "cuda"
-
-
-def _key(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        key: int = tensor.untyped_storage()._cdata
-        return key

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from oomph.errors import CannotRehearse
+from oomph.rehearsal.storages import storage_key, tensors_in
 
 aten = torch.ops.aten
 
@@ -68,7 +69,7 @@ class KnownValues:
             else:
                 copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype)
                 storage = copy.copy_(real).untyped_storage()
-        self._contents[_key(fake)] = storage
+        self._contents[storage_key(fake)] = storage
 
     def forget(self, key: int) -> None:
         """The storage died, or something unknown was written to it."""
@@ -81,7 +82,7 @@ class KnownValues:
             return tensor if _small(tensor) else None
         if tensor.constant is not None:
             return tensor.constant
-        storage = self._contents.get(_key(tensor))
+        storage = self._contents.get(storage_key(tensor))
         if storage is None:
             return None
         with _disable_current_modes():
@@ -107,12 +108,12 @@ class KnownValues:
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Compute the real result beside the fake one, where everything it needs is known."""
-        outputs = list(_tensors(out))
+        outputs = list(tensors_in(out))
         if not outputs or torch.Tag.nondeterministic_seeded in func.tags:
             self._forget_written(func, args, kwargs)
             return
         mutates = func._schema.is_mutable
-        if not mutates and all(_key(tensor) in self._contents for tensor in outputs):
+        if not mutates and all(storage_key(tensor) in self._contents for tensor in outputs):
             return  # a view of something known
         if not all(_small(tensor) for tensor in outputs):
             self._forget_written(func, args, kwargs)
@@ -123,10 +124,10 @@ class KnownValues:
         if real is None:
             self._forget_written(func, args, kwargs)
             if outputs[0].dtype is torch.bool and outputs[0].numel() == 1:
-                self._origin[_key(outputs[0])] = func
+                self._origin[storage_key(outputs[0])] = func
             return
         if not mutates:
-            for fake, value in zip(outputs, _tensors(real), strict=True):
+            for fake, value in zip(outputs, tensors_in(real), strict=True):
                 self.know(fake, value)
 
     def notes(self) -> list[str]:
@@ -144,7 +145,7 @@ class KnownValues:
                 return real.item()
         where = _line_of_the_user()
         if tensor.dtype is torch.bool:
-            origin = self._origin.get(_key(tensor))
+            origin = self._origin.get(storage_key(tensor))
             if origin in _ASSUMED_TRUTH:
                 return self.assume(_ASSUMED_TRUTH[origin], f"{_name(origin)}()", where)
             if origin in _COMPARISONS:
@@ -253,8 +254,8 @@ class KnownValues:
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(named.get(argument.name)):
-                    self.forget(_key(tensor))
+                for tensor in tensors_in(named.get(argument.name)):
+                    self.forget(storage_key(tensor))
 
 
 _COMPARISONS = {
@@ -277,18 +278,6 @@ _KEEPS_VALUES = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 
 def _has_mask(indices: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _small(tensor: Tensor) -> bool:

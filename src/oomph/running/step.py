@@ -60,10 +60,11 @@ def train_step(
 
 def evaluate(job: Job, model: nn.Module, batch: Any, *, device_type: str = "cuda") -> None:
     """One batch without gradients, in the job's micro-batches."""
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), autocast(job, device_type):
             for part in split_batch(batch, job.micro_batch) if job.micro_batch else [batch]:
                 compute_loss(job, model, part)
     finally:
-        model.train()
+        model.train(was_training)
