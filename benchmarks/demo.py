@@ -20,7 +20,7 @@ from benchmarks.profiler_memory import measure_cpu_peak
 from oomph.job import build_model, make_batch, make_optimizer
 from oomph.reporting.report import Table, describe
 from oomph.reporting.text import print_estimate, print_table
-from oomph.running.step import train_step
+from oomph.running.step import Stage, train_step
 from oomph.units import format_bytes
 
 GPU = "rtx-4090"
@@ -114,8 +114,9 @@ def _train(job: oomph.Job) -> None:
     assert isinstance(job.optimizer, str)
     model, batch = build_model(job), make_batch(job)
     optimizer = make_optimizer(job.optimizer)(model.parameters())
+    stage = Stage(job=job, model=model, optimizer=optimizer, device_type="cpu")
     for _ in range(STEPS):
-        train_step(job, model, optimizer, batch, device_type="cpu")
+        train_step(stage, batch)
 
 
 def _title(words: str, console: Console) -> None:

@@ -30,7 +30,7 @@ from benchmarks.cases import Case, all_cases
 from benchmarks.memtracker import memtracker_peak
 from oomph.estimation import estimate
 from oomph.job import build_model, make_batch, make_optimizer
-from oomph.running.step import evaluate, train_step
+from oomph.running.step import Stage, evaluate, train_step
 
 #: A case that takes longer than this is given up.
 PATIENCE_S = 90
@@ -97,15 +97,16 @@ def run_case(case: Case, *, log_ops: bool) -> dict[str, Any]:
     close("build")
     # A low first scale: an overflow would skip the optimizer step that is to be measured.
     scaler = torch.amp.GradScaler(init_scale=256.0) if job.precision == "fp16-mixed" else None
+    stage = Stage(job=job, model=model, optimizer=optimizer, scaler=scaler)
     log = OpLog()
     for phase in ("first step", "step"):
         if log_ops:
             with log:
-                train_step(job, model, optimizer, batch, scaler=scaler)
+                train_step(stage, batch)
         else:
-            train_step(job, model, optimizer, batch, scaler=scaler)
+            train_step(stage, batch)
         close(phase)
-    evaluate(job, model, batch)
+    evaluate(stage, batch)
     close("eval")
     for tensor in model.state_dict().values():
         tensor.cpu()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.cases import Case
 from oomph.job import build_model, make_batch, make_optimizer
-from oomph.running.step import train_step
+from oomph.running.step import Stage, train_step
 
 
 def memtracker_peak(case: Case) -> int:
@@ -30,7 +30,7 @@ def memtracker_peak(case: Case) -> int:
         tracker.track_external(model, optimizer, *tree_leaves(batch))
         with tracker:
             for step in range(2):
-                train_step(job, model, optimizer, batch)
+                train_step(Stage(job=job, model=model, optimizer=optimizer), batch)
                 if step == 0:
                     tracker.reset_mod_stats()
         peak: int = tracker.get_tracker_snapshot("peak")[device]["Total"]

@@ -33,6 +33,18 @@ class CannotRehearse(OomphError):
     """The step depends on something only real data can tell; names the op and the module."""
 
 
+class DoesNotFit(OomphError):
+    """No plan fits the budget; `smallest` is the least device memory for which there is one."""
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+class StalePlan(OomphError):
+    """A plan for another model, batch, card or PyTorch; names the difference."""
+
+
 class MissingExtra(OomphError):
     """A feature whose optional dependency is not installed."""
 

@@ -43,6 +43,10 @@ class Job:
     micro_batch: int | None = field(default=None, kw_only=True)
     """Samples per forward; gradients of the parts of a batch are accumulated."""
     checkpointing: Checkpointing = field(default="none", kw_only=True)
+    clip_norm: float | None = field(default=None, kw_only=True)
+    """The most the gradients' global norm may be; None does not clip."""
+    items: Callable[[Any], Tensor] | None = field(default=None, kw_only=True)
+    """Counts what the loss averages over in a batch, such as valid tokens; None finds it out."""
     name: str = field(default="model", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -52,6 +56,8 @@ class Job:
             raise BadInput(f"checkpointing is none or full, not {self.checkpointing!r}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise BadInput(f"a micro-batch has at least one sample, not {self.micro_batch}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise BadInput(f"gradients are clipped to a positive norm, not {self.clip_norm}")
         if not callable(self.model):
             raise BadInput("the model must be an nn.Module or a function that returns one")
         if isinstance(self.optimizer, str):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from oomph.job import Job, build_model, compute_loss, make_batch, make_optimizer
 from oomph.rehearsal.phases import rehearse
-from oomph.running.step import train_step
+from oomph.running.step import Stage, train_step
 
 STEPS = 2
 MARKS = ("before forward", "after forward", "after backward", "after step")
@@ -111,8 +111,9 @@ def _run(job: Job) -> None:
     batch = make_batch(job)
     if not callable(job.batch):
         batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
+    stage = Stage(job=job, model=model, optimizer=optimizer, device_type="cpu")
     for _ in range(STEPS):
-        train_step(job, model, optimizer, batch, device_type="cpu")
+        train_step(stage, batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -25,19 +26,44 @@ from oomph.job import (
     make_batch,
     make_optimizer,
 )
+from oomph.planning.choices import Choices
+from oomph.rehearsal.compiled import stand_in_for_compiled
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import Category, Timeline
 from oomph.rehearsal.world import pretend
-from oomph.running.step import evaluate, make_scaler, train_step
+from oomph.running.applying import apply_choices
+from oomph.running.step import Stage, evaluate, train_step
+from oomph.techniques.autocast import make_scaler
+from oomph.timing.clock import Clock
 
 #: In the order they are rehearsed. The second step counts: optimizer state exists from then on.
 PHASES = ("build", "first step", "step", "eval", "save")
 
 
-def rehearse(job: Job, gpu: GPU | None, phases: Sequence[str] = PHASES) -> Timeline:
-    """Every allocation and free of the job's phases on `gpu`; None rehearses the CPU itself."""
+#: Where an optimizer step is over.
+END_OF_STEP = "end of step"
+
+#: Given model, optimizer and recorder before the first phase that runs them.
+Watch = Callable[[nn.Module, torch.optim.Optimizer | None, Recorder], None]
+
+
+def rehearse(
+    job: Job,
+    gpu: GPU | None,
+    phases: Sequence[str] = PHASES,
+    *,
+    choices: Choices | None = None,
+    watch: Watch | None = None,
+    clock: Clock | None = None,
+    skip_first_step: bool = False,
+) -> Timeline:
+    """Every allocation and free of the job's phases on `gpu`; None rehearses the CPU itself.
+
+    With `choices` they are applied to the job first. With `skip_first_step` the optimizer makes its
+    state without one, which is quicker and leaves the later steps' peak as it is.
+    """
     for phase in phases:
         if phase not in PHASES:
             raise UnknownName("phase", phase, PHASES, f"phases are {', '.join(PHASES)}")
@@ -46,7 +72,8 @@ def rehearse(job: Job, gpu: GPU | None, phases: Sequence[str] = PHASES) -> Timel
     # Shuffling is done for real, so that a batch is known; the user's random stream stays put.
     with torch.random.fork_rng(devices=[]), pretend(gpu) as recorder:
         try:
-            _rehearse(job, recorder, gpu, set(phases))
+            recorder.clock = clock
+            _rehearse(job, recorder, gpu, set(phases), choices, watch, skip_first_step)
         except OomphError:
             raise
         except Exception as error:
@@ -58,10 +85,18 @@ def rehearse(job: Job, gpu: GPU | None, phases: Sequence[str] = PHASES) -> Timel
     return recorder.timeline
 
 
-def _rehearse(job: Job, recorder: Recorder, gpu: GPU | None, phases: set[str]) -> None:
+def _rehearse(
+    job: Job,
+    recorder: Recorder,
+    gpu: GPU | None,
+    phases: set[str],
+    choices: Choices | None,
+    watch: Watch | None,
+    skip_first_step: bool,
+) -> None:
     device = "cuda" if gpu is not None else "cpu"
     with recorder.phase("build"):
-        actors = _fake_actors(job)
+        actors = _fake_actors(job if choices is None else replace(job, checkpointing="none"))
         recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
         model = actors.model.to(device)
         _follow_modules(model, recorder)
@@ -73,29 +108,69 @@ def _rehearse(job: Job, recorder: Recorder, gpu: GPU | None, phases: set[str]) -
             _move_state(optimizer, recorder, device)
         batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, actors.batch)
         recorder.categorise(list(tensors_in(batch)), Category.INPUT)
-    steps = [phase for phase in ("first step", "step") if phases & {phase, "step", "save"}]
-    if optimizer is not None:
-        scaler = make_scaler(job, device)
         _mark_gradients(model, recorder)
-        for phase in steps:
+        stage = _set_stage(job, model, optimizer, device, choices, recorder)
+    if watch is not None:
+        watch(model, optimizer, recorder)
+    if optimizer is not None:
+        for phase in ("first step", "step"):
+            if not phases & {phase, "step", "save"}:
+                continue
             with recorder.phase(phase):
-                train_step(
-                    job,
-                    model,
-                    optimizer,
-                    batch,
-                    device_type=device,
-                    scaler=scaler,
-                    around_forward=recorder.forward,
-                    choose_parts=_first_of_each_size,
-                )
+                if phase == "first step" and skip_first_step:
+                    _make_state(optimizer)
+                else:
+                    train_step(
+                        stage,
+                        batch,
+                        around_forward=recorder.forward,
+                        choose_parts=_first_of_each_size,
+                    )
+                recorder.mark(END_OF_STEP)
                 mark_optimizer_state(optimizer, recorder)
     if "eval" in phases:
         with recorder.phase("eval"):
-            evaluate(job, model, batch, device_type=device)
+            evaluate(stage, batch)
     if "save" in phases:
         with recorder.phase("save"):
             _save(model, optimizer)
+
+
+def _set_stage(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    device: str,
+    choices: Choices | None,
+    recorder: Recorder,
+) -> Stage:
+    if choices is None or optimizer is None:
+        return Stage(
+            job=job,
+            model=model,
+            optimizer=optimizer,
+            device_type=device,
+            scaler=make_scaler(job.precision, device),
+        )
+    stage, _ = apply_choices(
+        choices,
+        job,
+        model,
+        optimizer,
+        device_type=device,
+        compile_with=functools.partial(stand_in_for_compiled, recorder=recorder),
+    )
+    stage.weigher = None  # how many targets a batch has is nothing that fake tensors know
+    return stage
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its state, as its first step would."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass(frozen=True, kw_only=True)

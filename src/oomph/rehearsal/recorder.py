@@ -33,10 +33,17 @@ from oomph.rehearsal.in_place import (
 )
 from oomph.rehearsal.rules import Burst, Rules
 from oomph.rehearsal.storages import storage_key, tensors_in
-from oomph.rehearsal.timeline import Block, Category, Span, Timeline
+from oomph.rehearsal.timeline import Block, Category, Mark, Span, Timeline
 from oomph.rehearsal.values import KnownValues
+from oomph.timing.clock import Clock
+from oomph.timing.ops import work_of
+from oomph.timing.work import Work
 
 aten = torch.ops.aten
+
+
+#: Where a micro-batch begins.
+FORWARD = "forward"
 
 
 class Side(Enum):
@@ -67,6 +74,8 @@ class Recorder(TorchDispatchMode):
         self.values = KnownValues()
         #: True while a fake kernel runs: tensors then show the device they are faked on.
         self.busy = False
+        #: True while a block is traced for compilation: every tensor then counts as on the GPU.
+        self.tracing = False
         #: Arguments of the torch function that is running, for ops inside it that have none.
         self.arguments: Sequence[Any] = ()
         #: The innermost module that an error came out of.
@@ -74,6 +83,10 @@ class Recorder(TorchDispatchMode):
         #: Bytes of GPU tensors alive now, and the most there were since `reset_peak`.
         self.allocated = 0
         self.peak_allocated = 0
+        #: Predicted seconds of kernels so far, and how many were launched, where there is a clock.
+        self.clock: Clock | None = None
+        self.seconds = 0.0
+        self.launches = 0
         self._rules = rules
         self._default_side = default_side
         self._storages: dict[int, _Storage] = {}
@@ -100,6 +113,17 @@ class Recorder(TorchDispatchMode):
         """Count the peak anew from what is alive now."""
         self.peak_allocated = self.allocated
 
+    def mark(self, name: str) -> None:
+        """Remember this moment of the timeline."""
+        mark = Mark(name, self.timeline.events, self.seconds, self.launches)
+        self.timeline.marks.append(mark)
+
+    def run_kernel(self, work: Work) -> None:
+        """Let the clock go on by the time a kernel takes."""
+        if self.clock is not None and (seconds := self.clock.seconds(work)):
+            self.seconds += seconds
+            self.launches += 1
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Everything inside belongs to the phase `name`."""
@@ -113,6 +137,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Blocks made inside and still alive at its end are activations."""
+        self.mark(FORWARD)
         start = len(self.timeline.blocks)
         try:
             yield
@@ -313,6 +338,8 @@ class Recorder(TorchDispatchMode):
                 self._resize(record, tensor.untyped_storage().nbytes(), str(func))
         if side is not Side.GPU:
             return
+        if self.clock is not None:
+            self.run_kernel(work_of(func, args, out))
         in_backward = torch._C._current_autograd_node() is not None
         for key, size in self._rules.lasting(func, args, in_backward):
             if key not in self._workspaces:

@@ -49,12 +49,24 @@ class Span:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment of the timeline that somebody wants to find again, and the time it was then."""
+
+    name: str
+    event: int
+    seconds: float
+    """Of kernels, as the clock predicts them."""
+    launches: int
+
+
 @dataclass(kw_only=True)
 class Timeline:
     """All blocks in order of birth, and the spans of the phases they lived in."""
 
     blocks: list[Block] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     events: int = 0
     #: Assumptions made where only real data could tell, in words (rule 7).
     notes: list[str] = field(default_factory=list)

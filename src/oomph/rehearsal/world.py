@@ -200,12 +200,12 @@ def _pretend_gpu(gpu: GPU) -> Iterator[Recorder]:
     recorder = Recorder(CudaKernels(gpu=gpu), default_side=Side.HOST)
 
     def on_gpu(tensor: Tensor) -> bool:
-        return recorder.side_of(tensor) is Side.GPU
+        return recorder.tracing or recorder.side_of(tensor) is Side.GPU
 
     fake_device = FakeTensor.device
 
     def device_of(tensor: FakeTensor) -> torch.device:
-        if recorder.busy or tensor.fake_device.type != "cpu":
+        if recorder.busy or recorder.tracing or tensor.fake_device.type != "cpu":
             return fake_device.fget(tensor)  # type: ignore[attr-defined, no-any-return]
         return CUDA if on_gpu(tensor) else CPU
 

@@ -8,48 +8,94 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from oomph.job import AUTOCAST, Job, batch_size, compute_loss, split_batch
+from oomph.job import Job, batch_size, compute_loss, split_batch
+from oomph.techniques.autocast import autocast
+from oomph.techniques.micro_batch import Weigher
+from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-def autocast(job: Job, device_type: str) -> AbstractContextManager[Any]:
-    """The job's autocast region, or nothing where its precision has none."""
-    dtype = AUTOCAST.get(job.precision)
-    return torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext()
+@dataclass(kw_only=True)
+class Stage:
+    """What a step runs on: the job's model and optimizer, with whatever was applied to them."""
 
-
-def make_scaler(job: Job, device_type: str) -> torch.amp.GradScaler | None:
-    """fp16's loss scaler; other precisions need none."""
-    return torch.amp.GradScaler(device_type) if job.precision == "fp16-mixed" else None
+    job: Job
+    """Its precision and micro-batch are those the step uses."""
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    device_type: str = "cuda"
+    scaler: torch.amp.GradScaler | None = None
+    cast_cache: bool = True
+    in_backward: OptimizerInBackward | None = None
+    weigher: Weigher | None = None
+    """How parts of a batch are weighed where their samples do not count alike."""
+    returns_loss: bool = False
+    """Whether a step returns its loss, which takes a little memory to the end of it."""
 
 
 def train_step(
-    job: Job,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    stage: Stage,
     batch: Any,
     *,
-    device_type: str = "cuda",
-    scaler: torch.amp.GradScaler | None = None,
     around_forward: Around = contextlib.nullcontext,
     choose_parts: Callable[[list[Any]], list[Any]] = list,
-) -> None:
-    """Forward and backward over the batch in micro-batches, then one optimizer step."""
+) -> Tensor | None:
+    """Forward and backward over the batch in micro-batches, then one optimizer step.
+
+    Returns the loss of the whole batch where the stage says so.
+    """
+    job = stage.job
+    whole = split_batch(batch, job.micro_batch) if job.micro_batch else [batch]
+    parts = choose_parts(whole)
+    weigher = stage.weigher if len(whole) > 1 else None
+    if weigher is not None:
+        weigher.begin(batch)
     total = batch_size(batch)
-    parts = choose_parts(split_batch(batch, job.micro_batch)) if job.micro_batch else [batch]
+    losses: list[Tensor] = []
     for part in parts:
-        with around_forward(), autocast(job, device_type):
-            loss = compute_loss(job, model, part)
-            if len(parts) > 1:
-                loss = loss * (batch_size(part) / total)
-        (scaler.scale(loss) if scaler is not None else loss).backward()
+        share = batch_size(part) / total if len(parts) > 1 else 1.0
+        with (
+            around_forward(),
+            autocast(job.precision, stage.device_type, cast_cache=stage.cast_cache),
+        ):
+            with weigher.weighing(part, share) if weigher else contextlib.nullcontext():
+                loss = compute_loss(job, stage.model, part)
+            if share != 1.0:
+                loss = loss * share
+        if stage.returns_loss:
+            losses.append(loss.detach())
+        with _arming(stage, last=part is parts[-1]):
+            (stage.scaler.scale(loss) if stage.scaler is not None else loss).backward()
         del loss
+    if stage.in_backward is None:
+        _step(stage)
+    if len(losses) > 1:
+        return torch.stack(losses).sum()
+    return losses[0] if losses else None
+
+
+def _arming(stage: Stage, *, last: bool) -> AbstractContextManager[Any]:
+    if stage.in_backward is None or not last:
+        return contextlib.nullcontext()
+    return stage.in_backward.armed()
+
+
+def _step(stage: Stage) -> None:
+    """Clip where the job says so, then step, then forget the gradients."""
+    optimizer, scaler = stage.optimizer, stage.scaler
+    assert optimizer is not None, "a job without an optimizer is only evaluated"
+    if stage.job.clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(owned, stage.job.clip_norm)
     if scaler is not None:
         scaler.step(optimizer)
         scaler.update()
@@ -58,12 +104,16 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def evaluate(job: Job, model: nn.Module, batch: Any, *, device_type: str = "cuda") -> None:
+def evaluate(stage: Stage, batch: Any) -> None:
     """One batch without gradients, in the job's micro-batches."""
+    job, model = stage.job, stage.model
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), autocast(job, device_type):
+        with (
+            torch.no_grad(),
+            autocast(job.precision, stage.device_type, cast_cache=stage.cast_cache),
+        ):
             for part in split_batch(batch, job.micro_batch) if job.micro_batch else [batch]:
                 compute_loss(job, model, part)
     finally:

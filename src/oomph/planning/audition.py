@@ -1,0 +1,374 @@
+"""Audition: one rehearsal in which blocks of a class try out different options side by side.
+
+Every block is heard where it stands, in the whole step, by the code that will really run (rule 1):
+what is read off are the bytes alive when its forward and backward begin, the peak inside each, and
+the predicted seconds. Blocks of one class share what each of them learned; a class with fewer
+blocks than options is heard several times. Together with what is alive besides the blocks that
+makes the solver's chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from oomph.errors import CannotRehearse
+from oomph.gpus import GPU
+from oomph.job import Job, batch_size, make_batch
+from oomph.planning.choices import RECOMPUTE, Choices
+from oomph.planning.solver import Chain, ChainBlock, Option, Solution
+from oomph.planning.survey import Survey
+from oomph.rehearsal.phases import END_OF_STEP, rehearse
+from oomph.rehearsal.recorder import FORWARD, Recorder
+from oomph.rehearsal.timeline import Mark, Timeline
+from oomph.techniques.chunked_loss import chunked_calls
+from oomph.timing.clock import Clock
+
+#: The CUDA allocator hands out multiples of this.
+ROUNDING = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audition:
+    """What a job would take with these choices, for each way to choose for its blocks."""
+
+    choices: Choices
+    """Of everything but the blocks."""
+    chain: Chain
+    parts: int
+    """Micro-batches in a step."""
+    other_seconds: float
+    """Of one micro-batch outside the blocks."""
+    step_seconds: float
+    """Of the optimizer step, once."""
+    launches: int
+    """Kernels of a micro-batch as it was heard."""
+    loss_is_chunked: bool
+    """Whether the head that the choices name really never made its logits."""
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of a step if memory did not matter."""
+        blocks = sum(min(o.seconds for o in block.options) for block in self.chain.blocks)
+        return self.parts * (blocks + self.other_seconds) + self.step_seconds
+
+    def with_loss(self, chunk: int, more_bytes: int, more_seconds: float) -> Audition:
+        """The same with another chunk of the loss, which takes so much more."""
+        return dataclasses.replace(
+            self,
+            choices=dataclasses.replace(self.choices, loss_chunk=chunk),
+            chain=dataclasses.replace(self.chain, loss_base=self.chain.loss_base + more_bytes),
+            other_seconds=max(self.other_seconds + more_seconds, 0.0),
+        )
+
+    def seconds(self, solution: Solution) -> float:
+        """Predicted seconds of a step."""
+        return self.parts * (solution.seconds + self.other_seconds) + self.step_seconds
+
+    def choose(self, solution: Solution) -> Choices:
+        """The choices with the solution's for the blocks."""
+        blocks = {
+            block.name: block.options[at].name
+            for block, at in zip(self.chain.blocks, solution.choice, strict=True)
+        }
+        return dataclasses.replace(self.choices, blocks=blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Heard:
+    """One block in one rehearsal."""
+
+    option: str
+    before: int
+    """Bytes alive when its forward begins."""
+    saved: int
+    forward: int
+    """Peak above `before`."""
+    at_backward: int
+    """Bytes alive when its backward begins."""
+    backward: int
+    """Peak above that."""
+    seconds: float
+
+
+def audition(
+    job: Job, gpu: GPU | None, clock: Clock | None, found: Survey, choices: Choices
+) -> Audition:
+    """Hear every block with every option of its menu under these choices."""
+    menus = {block.path: found.options(block) for block in found.blocks}
+    rounds = _rounds(found, menus)
+    heard: dict[Any, dict[str, _Heard]] = defaultdict(dict)
+    base: _Round | None = None
+    chunked = True
+    for assigned in rounds:
+        marks = _Marks(tuple(assigned))
+        timeline = rehearse(
+            job,
+            gpu,
+            ("build", "step"),
+            choices=dataclasses.replace(choices, blocks=assigned),
+            watch=marks.watch,
+            clock=clock,
+            skip_first_step=True,
+        )
+        this = _listen(timeline, assigned)
+        chunked = chunked and marks.loss_is_chunked(choices.head)
+        for at, block in enumerate(found.blocks):
+            one = this.blocks[at]
+            # A block at an end stands next to what is no block; another of its class is better.
+            at_an_end = at in (0, len(found.blocks) - 1)
+            if one.option not in heard[block.kind] or not at_an_end:
+                heard[block.kind][one.option] = one
+        base = base or this
+    if base is None:
+        raise CannotRehearse("there is nothing to hear")
+    parts = -(-batch_size(_shapes(job)) // choices.micro_batch) if choices.micro_batch else 1
+    return Audition(
+        choices=choices,
+        chain=_chain(found, menus, heard, base),
+        parts=parts,
+        other_seconds=base.other_seconds,
+        step_seconds=base.step_seconds,
+        launches=base.launches,
+        loss_is_chunked=chunked,
+    )
+
+
+def _shapes(job: Job) -> Any:
+    batch = make_batch(job)
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _rounds(found: Survey, menus: dict[str, tuple[str, ...]]) -> list[dict[str, str]]:
+    """Assignments that let every class try every option; one with no blocks has one round."""
+    classes: dict[Any, list[str]] = defaultdict(list)
+    for block in found.blocks:
+        classes[block.kind].append(block.path)
+    rounds = 1
+    for paths in classes.values():
+        rounds = max(rounds, -(-len(menus[paths[0]]) // len(paths)))
+    order: list[dict[str, str]] = []
+    for this in range(rounds):
+        chosen: dict[str, str] = {}
+        for paths in classes.values():
+            menu = menus[paths[0]]
+            for at, path in enumerate(paths):
+                # From the second block on: the first stands next to what is no block.
+                turn = this * len(paths) + (at - 1) % len(paths)
+                chosen[path] = menu[turn] if turn < len(menu) else RECOMPUTE
+        order.append({block.path: chosen[block.path] for block in found.blocks})
+    return order
+
+
+class _Marks:
+    """Marks where each block's forward and backward begin and end."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._model: nn.Module | None = None
+
+    def watch(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, recorder: Recorder
+    ) -> None:
+        """Follow the blocks of this model."""
+        self._model = model
+
+        def begin(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+            recorder.mark(f"{path}|forward")
+            _when_gradient_arrives((args, kwargs), functools.partial(recorder.mark, f"{path}|done"))
+
+        def end(path: str, *call: Any) -> None:
+            recorder.mark(f"{path}|end")
+            _when_gradient_arrives(call[-1], functools.partial(recorder.mark, f"{path}|backward"))
+
+        for path in self._paths:
+            block = model.get_submodule(path)
+            block.register_forward_pre_hook(functools.partial(begin, path), with_kwargs=True)
+            block.register_forward_hook(functools.partial(end, path))
+
+    def loss_is_chunked(self, path: str) -> bool:
+        """Whether the head at `path` only ever gave lazy logits to a loss."""
+        if not path or self._model is None:
+            return False
+        head = self._model.get_submodule(path)
+        assert isinstance(head, nn.Linear)
+        return chunked_calls(head) > 0
+
+
+def _when_gradient_arrives(values: Any, then: Callable[[], None]) -> None:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _: then())
+            return
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """One rehearsal, read."""
+
+    blocks: tuple[_Heard, ...]
+    loss: int
+    """Peak between the last block's forward and its backward."""
+    floor: int
+    """Peak outside of all of that: before the first block, after its backward, the optimizer."""
+    other_seconds: float
+    step_seconds: float
+    launches: int
+
+
+def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
+    """Read the last micro-batch of a marked timeline: gradients exist by then."""
+    alive = _alive(timeline)
+    starts = [mark for mark in timeline.marks if mark.name == FORWARD]
+    done = [mark for mark in timeline.marks if mark.name == END_OF_STEP][-1]
+    start = starts[-1]
+    last = {mark.name: mark for mark in timeline.marks if mark.event >= start.event}
+    first = {mark.name: mark for mark in reversed(timeline.marks) if mark.event >= start.event}
+    marks = [_BlockMarks.of(path, first, last, done) for path in assigned]
+    heard = []
+    for path, block in zip(assigned, marks, strict=True):
+        before = _at(alive, block.forward)
+        begins = _at(alive, block.backward)
+        heard.append(
+            _Heard(
+                option=assigned[path],
+                before=before,
+                saved=_at(alive, block.end) - before,
+                forward=_peak(alive, block.forward, block.end) - before,
+                at_backward=begins,
+                backward=_peak(alive, block.backward, block.done) - begins,
+                seconds=block.end.seconds
+                - block.forward.seconds
+                + block.done.seconds
+                - block.backward.seconds,
+            )
+        )
+    part, step = part_and_step_seconds(timeline)
+    if marks:
+        first_backward = min((block.backward for block in marks), key=lambda mark: mark.event)
+        loss = _peak(alive, marks[-1].end, first_backward)
+        floor = max(_peak(alive, start, marks[0].forward), _peak(alive, marks[0].done, done))
+    else:
+        loss = 0
+        floor = _peak(alive, start, done)
+    return _Round(
+        blocks=tuple(heard),
+        loss=loss,
+        floor=floor,
+        other_seconds=part - sum(one.seconds for one in heard),
+        step_seconds=step,
+        launches=done.launches - start.launches,
+    )
+
+
+def part_and_step_seconds(timeline: Timeline) -> tuple[float, float]:
+    """Predicted seconds of one micro-batch, and of the optimizer step after the last of them."""
+    starts = [mark.seconds for mark in timeline.marks if mark.name == FORWARD]
+    done = [mark.seconds for mark in timeline.marks if mark.name == END_OF_STEP][-1]
+    # With one micro-batch there is nothing to tell the two apart by, and no need to.
+    part = starts[-1] - starts[-2] if len(starts) > 1 else done - starts[-1]
+    return part, done - starts[-1] - part
+
+
+def peak_allocated(timeline: Timeline) -> int:
+    """The most bytes alive at any time."""
+    return int(_alive(timeline).values.max())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockMarks:
+    forward: Mark
+    end: Mark
+    backward: Mark
+    done: Mark
+
+    @classmethod
+    def of(
+        cls, path: str, first: dict[str, Mark], last: dict[str, Mark], step_done: Mark
+    ) -> _BlockMarks:
+        try:
+            # Called twice in a forward, a block goes from its first call to its last.
+            return cls(
+                forward=first[f"{path}|forward"],
+                end=last[f"{path}|end"],
+                backward=first[f"{path}|backward"],
+                # A block whose input wants no gradient is the last to run.
+                done=last.get(f"{path}|done", step_done),
+            )
+        except KeyError:
+            raise CannotRehearse(
+                f"{path} runs in the forward but takes no part in backward; freeze it or leave it"
+                " out of the model"
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Alive:
+    """Bytes alive after each event."""
+
+    values: Any
+
+
+def _alive(timeline: Timeline) -> _Alive:
+    change = np.zeros(timeline.events + 1, dtype=np.int64)
+    for block in timeline.blocks:
+        size = -(-block.size // ROUNDING) * ROUNDING
+        change[block.birth] += size
+        if block.death is not None:
+            change[block.death] -= size
+    return _Alive(np.cumsum(change))
+
+
+def _at(alive: _Alive, mark: Mark) -> int:
+    return int(alive.values[mark.event - 1]) if mark.event else 0
+
+
+def _peak(alive: _Alive, start: Mark, stop: Mark) -> int:
+    return int(alive.values[max(start.event - 1, 0) : max(stop.event, start.event, 1)].max())
+
+
+def _chain(
+    found: Survey,
+    menus: dict[str, tuple[str, ...]],
+    heard: dict[Any, dict[str, _Heard]],
+    base: _Round,
+) -> Chain:
+    """What each block saw around it, less what the blocks before it saved."""
+    if not base.blocks:
+        return Chain(blocks=(), loss_base=base.floor, floor=base.floor)
+    saved = [0]
+    for one in base.blocks:
+        saved.append(saved[-1] + one.saved)
+    blocks = []
+    for at, (block, one) in enumerate(zip(found.blocks, base.blocks, strict=True)):
+        blocks.append(
+            ChainBlock(
+                name=block.path,
+                options=tuple(
+                    Option(
+                        name=name,
+                        saved=heard[block.kind][name].saved,
+                        forward=heard[block.kind][name].forward,
+                        backward=heard[block.kind][name].saved + heard[block.kind][name].backward,
+                        seconds=heard[block.kind][name].seconds,
+                    )
+                    for name in menus[block.path]
+                ),
+                forward_base=one.before - saved[at],
+                backward_base=one.at_backward - saved[at + 1],
+            )
+        )
+    return Chain(
+        blocks=tuple(blocks),
+        loss_base=base.loss - saved[-1],
+        floor=base.floor - min(base.blocks[0].saved, 0),
+    )

@@ -1,0 +1,126 @@
+"""The plan as a diff: what each change saves and costs, by rehearsing the plan without it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+from oomph.gpus import GPU
+from oomph.job import Job, batch_size, make_batch
+from oomph.planning.audition import part_and_step_seconds, peak_allocated
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.plan import Change
+from oomph.rehearsal.phases import rehearse
+from oomph.techniques.technique import Fidelity
+from oomph.timing.clock import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Difference:
+    """Choices that belong together, how to say them, and how true they are."""
+
+    technique: str
+    field: str
+    with_it: tuple[str, ...] = ()
+    """Choices that make no sense without it."""
+    fidelity: Fidelity = Fidelity.EXACT
+
+
+def describe_changes(
+    job: Job, gpu: GPU | None, clock: Clock, before: Choices, after: Choices
+) -> tuple[Change, ...]:
+    """Every difference between the two, with the memory it saves and the time it costs."""
+    with_all = _take(job, gpu, clock, after)
+    changes = []
+    for one in _differences(after):
+        if getattr(before, one.field) == getattr(after, one.field):
+            continue
+        fields = (one.field, *one.with_it)
+        undone = dataclasses.replace(after, **{name: getattr(before, name) for name in fields})
+        without = _take(job, gpu, clock, undone)
+        changes.append(
+            Change(
+                technique=one.technique,
+                before=_say(one.technique, before),
+                after=_say(one.technique, after),
+                saves=without[0] - with_all[0],
+                costs=with_all[1] - without[1],
+                fidelity=one.fidelity,
+            )
+        )
+    return tuple(changes)
+
+
+def _take(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> tuple[int, float]:
+    """Peak bytes and seconds of a step."""
+    timeline = rehearse(
+        job, gpu, ("build", "step"), choices=choices, clock=clock, skip_first_step=True
+    )
+    part, step = part_and_step_seconds(timeline)
+    size = choices.micro_batch
+    parts = -(-batch_size(make_batch(job)) // size) if size else 1
+    return peak_allocated(timeline), parts * part + step
+
+
+def _differences(after: Choices) -> list[_Difference]:
+    mixed = after.precision in ("bf16-mixed", "fp16-mixed")
+    fused_kernels = Fidelity.ROUNDING if mixed else Fidelity.EXACT
+    return [
+        _Difference(
+            technique="precision",
+            field="precision",
+            with_it=("weights", "cast_cache"),
+            fidelity=Fidelity.ROUNDING,
+        ),
+        _Difference(technique="micro-batch", field="micro_batch"),
+        _Difference(technique="recompute", field="blocks"),
+        _Difference(technique="compile", field="compiled", fidelity=fused_kernels),
+        _Difference(technique="loss", field="loss_chunk", with_it=("head",)),
+        _Difference(technique="optimizer in backward", field="optimizer_in_backward"),
+        _Difference(technique="fused optimizer", field="fused_optimizer"),
+        _Difference(technique="weights", field="weights", fidelity=Fidelity.ROUNDING),
+        _Difference(technique="autocast's copies", field="cast_cache"),
+        _Difference(technique="optimizer state", field="low_bit_state", fidelity=Fidelity.LOSSY),
+        _Difference(technique="allocator", field="allocator"),
+    ]
+
+
+def _say(technique: str, choices: Choices) -> str:
+    """A choice in the words of the report."""
+    match technique:
+        case "precision":
+            return choices.precision
+        case "micro-batch":
+            return f"{choices.micro_batch} samples" if choices.micro_batch else "whole batch"
+        case "recompute":
+            return say_blocks(choices)
+        case "compile":
+            return "each block" if choices.compiled else "no"
+        case "loss":
+            return f"{choices.loss_chunk:,} rows at a time" if choices.loss_chunk else "all logits"
+        case "optimizer in backward":
+            return "yes" if choices.optimizer_in_backward else "no"
+        case "fused optimizer":
+            return "yes" if choices.fused_optimizer else "no"
+        case "weights":
+            return choices.weights
+        case "autocast's copies":
+            return "kept" if choices.cast_cache else "dropped"
+        case "optimizer state":
+            return "8-bit" if choices.low_bit_state else "as it is"
+        case _:
+            return choices.allocator or "default"
+
+
+def say_blocks(choices: Choices) -> str:
+    """How many blocks are recomputed, and how many of them but in part."""
+    counts = Counter(choices.blocks.values())
+    total, kept = len(choices.blocks), counts[KEEP]
+    whole = counts[RECOMPUTE]
+    partly = total - kept - whole
+    if not total:
+        return "no blocks"
+    words = [f"{whole} of {total} blocks"] if whole else []
+    words += [f"{partly} of {total} in part"] if partly else []
+    return ", ".join(words) or "none"

@@ -1,0 +1,96 @@
+"""What a plan does to a job: one choice for each technique, for each block where that applies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from oomph.errors import BadInput
+
+Weights = Literal["own", "bf16 with fp32 masters"]
+
+#: How a block's activations get to backward.
+KEEP = "keep"
+RECOMPUTE = "recompute"
+_SAVING = "recompute saving "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Everything that apply does, and nothing else; the defaults leave a job as it is."""
+
+    precision: str = "fp32"
+    micro_batch: int | None = None
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """By the block's path: `keep`, `recompute`, or `recompute saving attention#0 product#2`."""
+    compiled: bool = False
+    """Whether each block is compiled."""
+    head: str = ""
+    """The path of the output layer whose logits are never materialised."""
+    loss_chunk: int | None = None
+    """Rows of logits that exist at a time."""
+    fused_optimizer: bool = False
+    optimizer_in_backward: bool = False
+    weights: Weights = "own"
+    cast_cache: bool = True
+    """Whether autocast keeps its half-precision copies of the weights for a whole forward."""
+    low_bit_state: bool = False
+    graphs: bool = False
+    """Whether a micro-batch is captured in a CUDA graph and replayed."""
+    allocator: str = ""
+    """Settings for PYTORCH_CUDA_ALLOC_CONF."""
+
+    def __post_init__(self) -> None:
+        for path, how in self.blocks.items():
+            if how not in (KEEP, RECOMPUTE) and not how.startswith(_SAVING):
+                raise BadInput(f"{path} can be kept or recomputed, not {how!r}")
+        if (self.loss_chunk is None) != (not self.head):
+            raise BadInput("a chunk of the loss belongs to a head, and a head to a chunk")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise BadInput(f"a chunk of the loss has at least one row, not {self.loss_chunk}")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise BadInput(f"a micro-batch has at least one sample, not {self.micro_batch}")
+        if self.weights not in get_args(Weights):
+            raise BadInput(f"weights are {' or '.join(get_args(Weights))}, not {self.weights!r}")
+
+    @property
+    def recomputed(self) -> list[str]:
+        """The paths of the blocks that run twice, in part or as a whole."""
+        return [path for path, how in self.blocks.items() if how != KEEP]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The choices as plain JSON; these keys stay."""
+        return {**dataclasses.asdict(self), "blocks": dict(self.blocks)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Choices:
+        """The choices that `as_dict` wrote; `BadInput` names a key or value that is none."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        if unknown := sorted(values.keys() - fields.keys()):
+            raise BadInput(f"{unknown[0]!r} is no choice of a plan; known are {', '.join(fields)}")
+        default = cls()
+        for name, value in values.items():
+            expected = _KINDS.get(name) or (type(getattr(default, name)),)
+            wrong_bool = isinstance(value, bool) and bool not in expected
+            if not isinstance(value, expected) or wrong_bool:
+                raise BadInput(f"the plan's {name} cannot be {value!r}")
+        return cls(**values)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "micro_batch": (int, type(None)),
+    "loss_chunk": (int, type(None)),
+    "blocks": (dict,),
+}
+
+
+def saving(ops: tuple[str, ...]) -> str:
+    """The name of the choice that recomputes a block but for the results of these ops."""
+    return _SAVING + " ".join(ops) if ops else RECOMPUTE
+
+
+def saved_ops(how: str) -> frozenset[str]:
+    """The ops whose results a recomputed block keeps."""
+    return frozenset(how.removeprefix(_SAVING).split()) if how.startswith(_SAVING) else frozenset()

@@ -1,0 +1,425 @@
+"""The planner: the fastest choices that fit a budget, each checked before anyone sees it.
+
+Around the solver stands a small search: sizes of the micro-batch, ways to hold the weights, chunks
+of the loss. Each is heard once (`audition`), which also prices what rivals do (keep everything,
+recompute everything, save the matrix products): those are points of the solver's own problem, so no
+plan is slower than theirs by the same clock. The fastest candidates are then rehearsed as a whole
+and replayed through the allocator under the budget (rule 2); one that fails is solved again with
+less room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from oomph.errors import BadInput, CannotRehearse, DoesNotFit
+from oomph.estimation import Estimate, judge
+from oomph.gpus import GPU, find_gpu
+from oomph.job import Job, batch_size, make_batch
+from oomph.planning.audition import Audition, audition
+from oomph.planning.changes import describe_changes
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.plan import Change, MadeFor, Plan, Predicted
+from oomph.planning.solver import Solution, leanest, solve
+from oomph.planning.survey import survey
+from oomph.rehearsal.allocator import AllocatorSettings
+from oomph.rehearsal.compiled import forget_compiled
+from oomph.rehearsal.hidden import device_overhead
+from oomph.rehearsal.phases import PHASES, rehearse
+from oomph.techniques.allocator_settings import EXPANDABLE
+from oomph.techniques.technique import Fidelity
+from oomph.timing.clock import Clock
+from oomph.units import format_bytes, parse_bytes
+
+#: Rows of logits that may exist at a time; the largest that fits is the fastest.
+LOSS_CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
+#: With which a chunked loss is heard; the others follow from it.
+HEARD_CHUNK = 2048
+#: How often a plan that failed its check is solved again with less room.
+MOST_CHECKS = 12
+
+Say = Callable[[str], None]
+
+
+def plan(
+    job: Job,
+    *,
+    budget: str | int | None = None,
+    gpu: str | GPU | None = None,
+    allow: str | Fidelity = Fidelity.ROUNDING,
+    compile_blocks: bool = True,
+    say: Say = lambda _: None,
+) -> Plan:
+    """The fastest plan for `job` that stays inside `budget` on `gpu`, with no GPU needed.
+
+    Without `gpu` the plan is for the CPU. `allow` is how far its numbers may be from the untouched
+    job's. Raises `DoesNotFit`, which carries the smallest budget that would do.
+    """
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    if budget is None and card is None:
+        raise BadInput("nothing limits a job on the CPU but a budget: give one, as 16GiB")
+    limit = parse_bytes(budget) if budget is not None else card.memory if card else 0
+    if job.optimizer is None:
+        raise BadInput("a plan is for training: give the job an optimizer")
+    try:
+        fidelity = Fidelity(allow)
+    except ValueError:
+        raise BadInput(f"allow is {', '.join(Fidelity)}, not {allow!r}") from None
+    planner = _Planner(
+        job=job,
+        gpu=card,
+        budget=limit,
+        allow=fidelity,
+        compiles=compile_blocks and card is not None,
+        say=say,
+    )
+    try:
+        return planner.plan()
+    finally:
+        forget_compiled()
+
+
+@dataclass(order=True)
+class _Candidate:
+    """A solution that waits for its check, the fastest first."""
+
+    seconds: float
+    number: int
+    heard: Audition = dataclasses.field(compare=False)
+    solution: Solution = dataclasses.field(compare=False)
+    room: int = dataclasses.field(compare=False)
+    """What the solver was told it may use; 0 for the leanest there is."""
+    choices: Choices = dataclasses.field(compare=False)
+
+
+@dataclass(kw_only=True)
+class _Planner:
+    job: Job
+    gpu: GPU | None
+    budget: int
+    allow: Fidelity
+    compiles: bool
+    say: Say
+    notes: list[str] = dataclasses.field(default_factory=list)
+    heard: list[Audition] = dataclasses.field(default_factory=list)
+    made_for: MadeFor | None = None
+    _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def plan(self) -> Plan:
+        began = time.perf_counter()
+        self.say("looking at the model")
+        self.clock = Clock.of(self.gpu)
+        self.found = survey(self.job, self.gpu, self.clock, self._remember)
+        self.batch = make_batch(self.job)
+        self.notes += self.found.left_alone
+        queue = self._candidates()
+        estimate, candidate = self._check_until_one_fits(queue)
+        candidate, estimate = self._without_what_is_not_needed(candidate, estimate)
+        changes = self._changes(candidate, estimate)
+        return self._report(candidate, estimate, changes, time.perf_counter() - began)
+
+    def _remember(self, model: nn.Module, optimizer: Any) -> None:
+        gpu = self.gpu.name if self.gpu is not None else None
+        self.made_for = MadeFor.of(self.job.name, model, make_batch(self.job), optimizer, gpu)
+
+    # -- what could be done -----------------------------------------------------------------------
+
+    def _candidates(self) -> list[_Candidate]:
+        """Solutions for each way to run the job, as a heap; small batches only if they may win."""
+        queue: list[_Candidate] = []
+        for size in self._micro_batches():
+            best = queue[0].seconds if queue else math.inf
+            fastest = math.inf
+            for base in self._bases(size):
+                heard = self._hear(base)
+                if heard is None:
+                    continue
+                fastest = min(fastest, heard.fastest)
+                for candidate in self._solutions(heard):
+                    heapq.heappush(queue, candidate)
+            # Smaller ones launch more and multiply smaller matrices: not even with everything kept
+            # would they be faster than this.
+            if queue and min(queue[0].seconds, best) <= fastest * (1 + 1e-9):
+                break
+        if not self.heard:
+            raise CannotRehearse("none of the ways to run this job can be rehearsed")
+        return queue
+
+    def _micro_batches(self) -> list[int | None]:
+        total = batch_size(self.batch)
+        if self.found.whole_because:
+            own = self.job.micro_batch
+            self.notes.append(f"the batch is not split: {self.found.whole_because}")
+            return [own]
+        sizes = [math.ceil(total / 2**power) for power in range(total.bit_length())]
+        return [None if size == total else size for size in dict.fromkeys(sizes)]
+
+    def _bases(self, size: int | None) -> list[Choices]:
+        """Choices of everything but the blocks, for one size of micro-batch."""
+        precision = self.job.precision
+        if precision == "fp32" and self.gpu is not None and self.allow.allows(Fidelity.ROUNDING):
+            precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
+        mixed = precision in ("bf16-mixed", "fp16-mixed")
+        head = self._head()
+        rows = self._rows(size)
+        base = Choices(
+            precision=precision,
+            micro_batch=size,
+            compiled=self.compiles and self._may_compile(mixed),
+            head=head,
+            loss_chunk=min(HEARD_CHUNK, rows) if head else None,
+            fused_optimizer=self.found.can_fuse,
+            optimizer_in_backward=size is None and self._may_step_in_backward(precision),
+        )
+        bases = [base]
+        if mixed and not base.compiled:
+            bases.append(dataclasses.replace(base, cast_cache=False))
+        if precision == "bf16-mixed" and self.allow.allows(Fidelity.ROUNDING):
+            bases.append(dataclasses.replace(base, weights="bf16 with fp32 masters"))
+        if self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
+            bases += [dataclasses.replace(one, low_bit_state=True) for one in bases]
+        return bases
+
+    def _may_compile(self, mixed: bool) -> bool:
+        # Fused kernels do not round between the ops they fuse: in half precision that shows.
+        return not mixed or self.allow.allows(Fidelity.ROUNDING)
+
+    def _may_step_in_backward(self, precision: str) -> bool:
+        return (
+            self.found.steps_per_parameter
+            and self.job.clip_norm is None
+            and precision != "fp16-mixed"
+        )
+
+    def _head(self) -> str:
+        return next(iter(self.found.heads), "")
+
+    def _rows(self, size: int | None) -> int:
+        """Rows of logits in a micro-batch, at most."""
+        longest = max(
+            (math.prod(leaf.shape[1:2]) for leaf in self._leaves() if not leaf.is_floating_point()),
+            default=1,
+        )
+        return int((size or batch_size(self.batch)) * longest)
+
+    def _leaves(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+
+    # -- hearing and solving ----------------------------------------------------------------------
+
+    def _hear(self, base: Choices) -> Audition | None:
+        size = base.micro_batch or batch_size(self.batch)
+        self.say(f"trying micro-batches of {size}")
+        try:
+            heard = audition(self.job, self.gpu, self.clock, self.found, base)
+        except CannotRehearse as error:
+            if base.compiled:
+                self.notes.append(f"blocks are not compiled: {error}")
+                self.compiles = False
+                return self._hear(dataclasses.replace(base, compiled=False))
+            raise
+        if base.head and not heard.loss_is_chunked:
+            self.notes.append(
+                f"the loss is not chunked: what {base.head} gives is used for more than"
+                " cross_entropy"
+            )
+            self.found = dataclasses.replace(self.found, heads={})
+            return self._hear(dataclasses.replace(base, head="", loss_chunk=None))
+        self.heard.append(heard)
+        return heard
+
+    def _solutions(self, heard: Audition) -> Iterator[_Candidate]:
+        """The fastest for each chunk of the loss, and the leanest of all."""
+        room = self._room()
+        for variant in self._chunked(heard):
+            solution = solve(variant.chain, room)
+            if solution is not None:
+                yield self._candidate(variant, solution, room)
+        smallest = min(self._chunked(heard), key=lambda one: leanest(one.chain).peak)
+        yield self._candidate(smallest, leanest(smallest.chain), 0)
+
+    def _candidate(self, heard: Audition, solution: Solution, room: int) -> _Candidate:
+        return _Candidate(
+            seconds=heard.seconds(solution),
+            number=next(self._numbers),
+            heard=heard,
+            solution=solution,
+            room=room,
+            choices=heard.choose(solution),
+        )
+
+    def _room(self) -> int:
+        """What tensors may take of the budget, before fragmentation is known."""
+        return self.budget - (device_overhead(self.gpu).high if self.gpu is not None else 0)
+
+    def _chunked(self, heard: Audition) -> list[Audition]:
+        """The same step with other chunks of the loss, without hearing it again."""
+        base = heard.choices
+        if not base.head or base.loss_chunk is None:
+            return [heard]
+        width, depth = self.found.heads[base.head]
+        rows = self._rows(base.micro_batch)
+        sizes = [size for size in LOSS_CHUNKS if size < rows]
+        element = 4 if base.precision in ("fp32", "tf32") else 2
+        variants = []
+        for size in [rows, *sizes]:
+            more_bytes = (size - base.loss_chunk) * width * element
+            # Each chunk reads and writes the sum of the weight's gradients once more.
+            more_chunks = math.ceil(rows / size) - math.ceil(rows / base.loss_chunk)
+            more_seconds = more_chunks * self.clock.moving(2 * 4 * width * depth)
+            variants.append(heard.with_loss(size, more_bytes, more_seconds))
+        return variants
+
+    # -- checking ---------------------------------------------------------------------------------
+
+    def _check_until_one_fits(self, queue: list[_Candidate]) -> tuple[Estimate, _Candidate]:
+        checked: set[Choices | Any] = set()
+        smallest = math.inf
+        leanest_left = min(
+            (one for one in queue if one.room == 0), key=lambda one: one.solution.peak
+        )
+        for _ in range(MOST_CHECKS):
+            if not queue:
+                break
+            candidate = heapq.heappop(queue)
+            # The leanest ways are there for when nothing else is: the solver knows of them too.
+            if candidate.room == 0 and candidate.solution.peak > self._room() * 1.05:
+                continue
+            key = str(candidate.choices)
+            if key in checked:
+                continue
+            checked.add(key)
+            estimate, candidate = self._check(candidate)
+            if estimate.fits:
+                return estimate, candidate
+            smallest = min(smallest, estimate.smallest_budget)
+            if candidate.room:
+                room = candidate.room - max(
+                    estimate.smallest_budget - self.budget, candidate.room // 200
+                )
+                solution = solve(candidate.heard.chain, room)
+                if solution is not None:
+                    heapq.heappush(queue, self._candidate(candidate.heard, solution, room))
+        return self._refuse(leanest_left, smallest)
+
+    def _refuse(self, candidate: _Candidate, smallest: float) -> tuple[Estimate, _Candidate]:
+        """The leanest there is, if it fits after all; else how much it would need."""
+        estimate, candidate = self._check(candidate)
+        if estimate.fits:
+            return estimate, candidate
+        need = int(min(smallest, estimate.smallest_budget))
+        raise DoesNotFit(
+            f"no plan fits {format_bytes(self.budget)}: the leanest needs {format_bytes(need)}"
+            f" ({self._advice()})",
+            need,
+        )
+
+    def _advice(self) -> str:
+        if not self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
+            return "8-bit optimizer state needs less: --allow lossy"
+        return "a shorter sequence, a smaller model or a larger card would do"
+
+    def _check(self, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
+        """Rehearse the whole job with the candidate's choices and judge it under the budget."""
+        self.say("checking a plan by rehearsing it")
+        began = time.perf_counter()
+        timeline = rehearse(self.job, self.gpu, PHASES, choices=candidate.choices)
+        plain, expandable = (
+            judge(
+                timeline,
+                job=self.job.name,
+                gpu=self.gpu,
+                budget=self.budget,
+                settings=AllocatorSettings.parse(settings),
+                phases=PHASES,
+                seconds=time.perf_counter() - began,
+            )
+            for settings in ("", EXPANDABLE if self.gpu is not None else "")
+        )
+        # Retries cost time in every step: better not to need them.
+        if (not plain.fits and expandable.fits) or (
+            plain.allocator_retries > expandable.allocator_retries and expandable.fits
+        ):
+            choices = dataclasses.replace(candidate.choices, allocator=EXPANDABLE)
+            return expandable, dataclasses.replace(candidate, choices=choices)
+        return plain, candidate
+
+    def _without_what_is_not_needed(
+        self, candidate: _Candidate, estimate: Estimate
+    ) -> tuple[_Candidate, Estimate]:
+        """Stepping in backward buys memory, not time: leave it out where there is enough."""
+        gradients = 4 * self.found.trainable
+        spare = self.budget - estimate.peak.device
+        if candidate.choices.optimizer_in_backward and spare > gradients:
+            choices = dataclasses.replace(candidate.choices, optimizer_in_backward=False)
+            simpler = dataclasses.replace(candidate, choices=choices)
+            checked, simpler = self._check(simpler)
+            if checked.fits and not checked.allocator_retries:
+                return simpler, checked
+        return candidate, estimate
+
+    # -- saying it --------------------------------------------------------------------------------
+
+    def _changes(self, candidate: _Candidate, estimate: Estimate) -> tuple[Change, ...]:
+        self.say("pricing each change")
+        blocks = {block.path: KEEP for block in self.found.blocks}
+        if self.job.checkpointing == "full":
+            blocks = dict.fromkeys(blocks, RECOMPUTE)
+        before = Choices(
+            precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks
+        )
+        return describe_changes(self.job, self.gpu, self.clock, before, candidate.choices)
+
+    def _report(
+        self,
+        candidate: _Candidate,
+        estimate: Estimate,
+        changes: tuple[Change, ...],
+        planning_seconds: float,
+    ) -> Plan:
+        assert self.made_for is not None
+        unlimited = min(one.fastest for heard in self.heard for one in self._chunked(heard))
+        return Plan(
+            made_for=self.made_for,
+            budget=self.budget,
+            choices=candidate.choices,
+            predicted=Predicted(
+                peak=estimate.peak,
+                high=estimate.interval["device"].high,
+                categories_at_peak=estimate.categories_at_peak,
+                seconds=candidate.seconds,
+                unlimited_seconds=min(unlimited, candidate.seconds),
+                samples=batch_size(self.batch),
+                tokens=self._tokens(),
+            ),
+            fidelity=max(
+                (change.fidelity for change in changes),
+                key=list(Fidelity).index,
+                default=Fidelity.EXACT,
+            ),
+            gap=candidate.solution.gap,
+            changes=changes,
+            notes=tuple(dict.fromkeys((*self.notes, *estimate.notes))),
+            planning_seconds=planning_seconds,
+        )
+
+    def _tokens(self) -> int:
+        """Tokens in a global batch; 0 where nothing in it looks like them."""
+        return max(
+            (
+                leaf.numel()
+                for leaf in self._leaves()
+                if not leaf.is_floating_point() and leaf.dim() == 2
+            ),
+            default=0,
+        )

@@ -1,0 +1,222 @@
+"""Survey: one forward of a job, to learn which blocks it has and what is worth saving in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomph.errors import BadInput
+from oomph.gpus import GPU
+from oomph.job import Job
+from oomph.planning.blocks import Call, choose_blocks, families
+from oomph.planning.choices import KEEP, RECOMPUTE, saving
+from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.storages import storage_key, tensors_in
+from oomph.techniques import low_bit_state
+from oomph.techniques.chunked_loss import find_heads
+from oomph.techniques.fused_optimizer import can_fuse
+from oomph.techniques.micro_batch import why_whole
+from oomph.techniques.optimizer_in_backward import check_per_parameter
+from oomph.techniques.recompute import KINDS
+from oomph.timing.clock import Clock
+from oomph.timing.ops import work_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavableOp:
+    """An op of a block whose result could be kept."""
+
+    name: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A repeated part of the model, in the order it runs."""
+
+    path: str
+    kind: tuple[Any, ...]
+    """Equal for blocks of one class with weights and inputs of one shape."""
+    ops: tuple[SavableOp, ...]
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What planning has to know of a model before it begins."""
+
+    blocks: tuple[Block, ...]
+    heads: dict[str, tuple[int, int]]
+    """Output layers over a large vocabulary, by path: how wide they are, and their input."""
+    trainable: int
+    """Parameters that have gradients."""
+    can_fuse: bool
+    """Whether the optimizer has a fused step that the job does not use yet."""
+    can_low_bit: bool
+    steps_per_parameter: bool
+    """Whether the optimizer can step one parameter after the other."""
+    whole_because: str
+    """Why a batch must not be split; empty where it may."""
+    left_alone: tuple[str, ...]
+    """What cannot be recomputed and why, in words."""
+
+    def options(self, block: Block) -> tuple[str, ...]:
+        """The menu of a block: keep, recompute, and ways between them."""
+        # The last product's result goes out of the block: nothing in backward asks for it.
+        ops = [op for op in block.ops[:-1] if op.nbytes]
+        ranked = sorted(ops, key=lambda op: -op.seconds / op.nbytes)
+        sizes = sorted({1, (len(ranked) + 1) // 2, len(ranked)} - {0}) if ranked else []
+        in_order = [op.name for op in ops]
+        between = [
+            saving(tuple(sorted((op.name for op in ranked[:size]), key=in_order.index)))
+            for size in sizes
+        ]
+        return (KEEP, RECOMPUTE, *between)
+
+
+#: Given the model and its optimizer, both fake.
+Look = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
+    """Run the job's forward once on fake tensors and look at its modules."""
+    seen = _Seen(clock=clock, look=look)
+    plain = dataclasses.replace(job, checkpointing="none", micro_batch=None)
+    rehearse(plain, gpu, ("eval",), watch=seen.watch)
+    chosen = choose_blocks(seen.families, seen.calls)
+    hooked = [path for path in chosen if path in seen.hooked]
+    left_alone = tuple(
+        f"{path} has a hook inside, which recompute would call twice" for path in hooked
+    )
+    return Survey(
+        blocks=tuple(seen.block(path) for path in chosen if path not in seen.hooked),
+        heads=seen.heads,
+        trainable=seen.trainable,
+        can_fuse=seen.can_fuse,
+        can_low_bit=seen.can_low_bit,
+        steps_per_parameter=seen.steps_per_parameter,
+        whole_because=seen.whole_because,
+        left_alone=left_alone,
+    )
+
+
+class _Seen:
+    """What one forward showed."""
+
+    def __init__(self, clock: Clock, look: Look) -> None:
+        self._clock = clock
+        self._look = look
+        self.trainable = 0
+        self.can_fuse = self.can_low_bit = self.steps_per_parameter = False
+        self.calls: list[Call] = []
+        self.families: list[Any] = []
+        self.heads: dict[str, tuple[int, int]] = {}
+        self.whole_because = ""
+        self.hooked: set[str] = set()
+        self._kinds: dict[str, tuple[Any, ...]] = {}
+        self._sizes: dict[str, int] = {}
+        self._ops: dict[Any, tuple[SavableOp, ...]] = {}
+        self._logs: list[_OpLog] = []
+
+    def watch(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, recorder: Recorder
+    ) -> None:
+        """Look at the modules, and at each call of one that may be a block."""
+        assert optimizer is not None
+        self._look(model, optimizer)
+        self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.can_fuse = can_fuse(optimizer) and not all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        self.can_low_bit = not low_bit_state._why_not(optimizer)
+        self.steps_per_parameter = _steps_per_parameter(optimizer)
+        self.families = families(model)
+        self.heads = {
+            path: (head.out_features, head.in_features) for path, head in find_heads(model)
+        }
+        self.whole_because = why_whole(model)
+        paths = [path for family in self.families for path in family.all_paths()]
+        modules = {path: model.get_submodule(path) for path in paths}
+        self.hooked = {path for path, module in modules.items() if _has_own_hooks(module)}
+        for path, module in modules.items():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(functools.partial(self._leave, path), with_kwargs=True)
+
+    def _enter(self, *_: Any) -> None:
+        log = _OpLog(self._clock)
+        log.__enter__()
+        self._logs.append(log)
+
+    def _leave(self, path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        log = self._logs.pop()
+        log.__exit__(None, None, None)
+        taken = list(tensors_in((args, kwargs)))
+        self.calls.append((path, _keys(taken), _keys(tensors_in(out))))
+        weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
+        shapes = tuple((tuple(t.shape), t.dtype) for t in taken)
+        self._kinds[path] = (type(module), weights, shapes)
+        self._sizes[path] = sum(p.numel() for p in module.parameters())
+        self._ops.setdefault(self._kinds[path], tuple(log.ops))
+
+    def block(self, path: str) -> Block:
+        """What is known of the block at `path`."""
+        kind = self._kinds[path]
+        return Block(path=path, kind=kind, ops=self._ops[kind], parameters=self._sizes[path])
+
+
+class _OpLog(TorchDispatchMode):
+    """Writes down the ops whose results are worth saving."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.ops: list[SavableOp] = []
+        self._clock = clock
+        self._counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kind = KINDS.get(func)
+        if kind is not None:
+            work = work_of(func, args, out)
+            self.ops.append(
+                SavableOp(
+                    name=f"{kind}#{self._counts[kind]}",
+                    nbytes=sum(t.numel() * t.element_size() for t in tensors_in(out)),
+                    seconds=self._clock.seconds(work),
+                )
+            )
+            self._counts[kind] += 1
+        return out
+
+
+def _keys(tensors: Any) -> frozenset[int]:
+    return frozenset(storage_key(tensor) for tensor in tensors)
+
+
+def _has_own_hooks(block: nn.Module) -> bool:
+    """Whether a module inside the block has a hook of the user's; the rehearsal's own are one."""
+    return any(
+        len(inside._forward_hooks) > 1 or len(inside._forward_pre_hooks) > 1
+        for inside in block.modules()
+        if inside is not block
+    )
+
+
+def _steps_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        check_per_parameter(optimizer, "planning")
+    except BadInput:
+        return False
+    return True

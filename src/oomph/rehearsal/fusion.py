@@ -1,0 +1,329 @@
+"""Which results of a graph become buffers when it is compiled, and when each is taken and freed.
+
+The rules are those of PyTorch's compiler, as far as memory goes. Matrix products, attention and
+whatever else has a kernel of its own write buffers and read buffers. Everything between them is
+fused: a pointwise result exists only in registers, unless the graph returns it, a kernel of its own
+reads it, or it is read several times and costly to compute again. Reductions write buffers. A fused
+kernel writes over an input of the same size that nobody reads afterwards.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from oomph.timing.ops import work_of
+from oomph.timing.work import Work
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: A result that is read more than once and itself reads more buffers than this is written down.
+MOST_READS_ON_REUSE = 4
+#: One that reads more than this is written down in any case.
+MOST_READS = 8
+
+_REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all", "argmax"}
+_FUSED = {
+    "arange",
+    "bitwise_and",
+    "bitwise_not",
+    "bitwise_or",
+    "cat",
+    "clamp",
+    "clone",
+    "constant_pad_nd",
+    "convert_element_type",
+    "copy",
+    "embedding",
+    "empty",
+    "erf",
+    "exp",
+    "expand",
+    "full",
+    "full_like",
+    "gather",
+    "index",
+    "iota",
+    "lift_fresh_copy",
+    "masked_fill",
+    "repeat",
+    "rsqrt",
+    "scalar_tensor",
+    "select_scatter",
+    "slice_scatter",
+    "where",
+    "_to_copy",
+    "inductor_random",
+    "inductor_lookup_seed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel: what it writes over, takes, and leaves free behind it."""
+
+    frees_first: tuple[str, ...]
+    takes: tuple[tuple[str, int], ...]
+    frees: tuple[str, ...]
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled graph as a sequence of kernels over named buffers."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    """The buffer of each result; empty where the graph returns nothing there."""
+    steps: tuple[Step, ...]
+
+
+def schedule(graph: fx.Graph) -> Program:
+    """The kernels of a graph in its order, and the life of their buffers."""
+    return _Scheduler(graph).program()
+
+
+class _Scheduler:
+    def __init__(self, graph: fx.Graph) -> None:
+        self._nodes = list(graph.nodes)
+        self._returned = [
+            node if isinstance(node, fx.Node) else None for node in self._nodes[-1].args[0]
+        ]
+        #: The node whose storage a node is a view of; itself where it is no view.
+        self._root: dict[fx.Node, fx.Node] = {}
+        for node in self._nodes:
+            viewed = _viewed(node)
+            self._root[node] = self._root[viewed] if viewed is not None else node
+        self._written = self._find_written()
+
+    def _find_written(self) -> set[fx.Node]:
+        """The results that become buffers."""
+        root = self._root
+        written = {root[node] for node in self._returned if node is not None}
+        users: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for node in self._nodes:
+            if node.op != "call_function" or _viewed(node) is not None:
+                continue
+            for source in node.all_input_nodes:
+                users[root[source]].add(node)
+            if _is_fused(node):
+                continue
+            # A kernel of its own reads and writes buffers.
+            written.add(node)
+            written.update(root[source] for source in node.all_input_nodes)
+        written.update(node for node in self._nodes if node.op == "placeholder")
+        for node in self._nodes:
+            if node.op != "call_function" or root[node] is not node or node in written:
+                continue
+            reads = len(self._reads(node, written))
+            most = MOST_READS_ON_REUSE if len(users[node]) > 1 else MOST_READS
+            if _is_reduction(node) or reads > most:
+                written.add(node)
+        return written
+
+    def _reads(self, node: fx.Node, written: set[fx.Node]) -> set[fx.Node]:
+        """The buffers a node reads, directly or through fused ones."""
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        stack = [self._root[source] for source in node.all_input_nodes]
+        while stack:
+            source = stack.pop()
+            if source in seen:
+                continue
+            seen.add(source)
+            if source in written:
+                found.add(source)
+            else:
+                stack.extend(self._root[deeper] for deeper in source.all_input_nodes)
+        return found
+
+    def program(self) -> Program:
+        """The kernels in an order that respects what each reads."""
+        written = [
+            node
+            for node in self._nodes
+            if node.op == "call_function" and node in self._written and self._root[node] is node
+        ]
+        reads = {node: self._reads(node, self._written) for node in written}
+        kernels = _in_order(_fuse_side_by_side(written, reads), reads)
+        last_use: dict[fx.Node, int] = {}
+        for at, kernel in enumerate(kernels):
+            for node in kernel:
+                last_use.update(dict.fromkeys(reads[node], at))
+        returned = {self._root[node] for node in self._returned if node is not None}
+        dying: dict[int, list[fx.Node]] = defaultdict(list)
+        for source, at in last_use.items():
+            if source not in returned:
+                dying[at].append(source)
+        steps = []
+        for at, kernel in enumerate(kernels):
+            unread = [node for node in kernel if node not in last_use and node not in returned]
+            steps.append(_step(kernel, reads, dying[at] + unread))
+        return Program(
+            inputs=tuple(node.name for node in self._nodes if node.op == "placeholder"),
+            outputs=tuple(
+                self._root[node].name if node is not None else "" for node in self._returned
+            ),
+            steps=tuple(steps),
+        )
+
+
+_Kernel = list[fx.Node]
+_Reads = dict[fx.Node, set[fx.Node]]
+
+
+def _fuse_side_by_side(nodes: list[fx.Node], reads: _Reads) -> list[_Kernel]:
+    """Pointwise results of one size that read a buffer in common are written by one kernel."""
+    kernels: list[_Kernel] = []
+    before: dict[fx.Node, set[fx.Node]] = {}
+    """All nodes that must have run, by node."""
+    for node in nodes:
+        before[node] = set().union(*({s, *before.get(s, ())} for s in reads[node]), set())
+    for node in nodes:
+        if _is_fused(node) and not _is_reduction(node):
+            for kernel in reversed(kernels):
+                if _may_join(node, kernel, reads, before):
+                    kernel.append(node)
+                    for member in kernel:
+                        before[member] |= before[node]
+                    break
+            else:
+                kernels.append([node])
+        else:
+            kernels.append([node])
+    return kernels
+
+
+def _may_join(
+    node: fx.Node, kernel: _Kernel, reads: _Reads, before: dict[fx.Node, set[fx.Node]]
+) -> bool:
+    first = kernel[0]
+    if not _is_fused(first) or _is_reduction(first) or _numel(first) != _numel(node):
+        return False
+    if not any(reads[node] & reads[member] for member in kernel):
+        return False
+    # What a member wrote may come back through a kernel of its own: then they cannot be one.
+    members = set(kernel)
+    between = before[node] - members
+    return not any(before.get(other, set()) & members for other in between) and not any(
+        member in before[node] for member in kernel
+    )
+
+
+def _in_order(kernels: list[_Kernel], reads: _Reads) -> list[_Kernel]:
+    """Each kernel as soon as all it reads is there, in the graph's order otherwise."""
+    home = {node: at for at, kernel in enumerate(kernels) for node in kernel}
+    waits = [
+        {home[source] for node in kernel for source in reads[node] if source in home} - {at}
+        for at, kernel in enumerate(kernels)
+    ]
+    followers: dict[int, list[int]] = defaultdict(list)
+    for at, sources in enumerate(waits):
+        for source in sources:
+            followers[source].append(at)
+    ready = [at for at, sources in enumerate(waits) if not sources]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        at = heapq.heappop(ready)
+        order.append(kernels[at])
+        for follower in followers[at]:
+            waits[follower].discard(at)
+            if not waits[follower]:
+                heapq.heappush(ready, follower)
+    assert len(order) == len(kernels), "kernels wait for each other"
+    return order
+
+
+def _step(kernel: _Kernel, reads: _Reads, dying: list[fx.Node]) -> Step:
+    over: list[str] = []
+    first = kernel[0]
+    sources = set().union(*(reads[node] for node in kernel))
+    if _is_fused(first):
+        # One result is written over an input that nobody reads afterwards; several are not.
+        if len(kernel) == 1:
+            same = [s for s in dying if _nbytes(s) == _nbytes(first) and s.op != "placeholder"]
+            over = [source.name for source in same[:1] if source is not first]
+        work = Work(bytes=sum(_nbytes(node) for node in (*kernel, *sources)))
+    else:
+        work = work_of(first.target, _values(first.args), _value(first))
+    return Step(
+        frees_first=tuple(over),
+        takes=tuple((node.name, size) for node in kernel if (size := _nbytes(node))),
+        frees=tuple(source.name for source in dying if source.name not in over),
+        work=work,
+    )
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node that this one is a view of, or an item of several results."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0]
+    is_view = isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.is_view or node.target in _VIEWS
+    )
+    sources: list[fx.Node] = node.all_input_nodes
+    return sources[0] if is_view and sources else None
+
+
+_VIEWS = {aten._unsafe_view.default, aten.reshape.default, aten.alias.default}
+
+
+def _is_fused(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # sizes and the like
+    name = target._schema.name.split("::")[-1]
+    return torch.Tag.pointwise in target.tags or name in _FUSED or name in _REDUCTIONS
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target._schema.name.split("::")[-1] in _REDUCTIONS
+    )
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _values(args: Any) -> Any:
+    return fx.node.map_arg(args, _value)
+
+
+def _numel(node: fx.Node) -> int:
+    return sum(tensor.numel() for tensor in _tensors(_value(node)))
+
+
+def _nbytes(node: fx.Node) -> int:
+    """Bytes of all results; items of several results share their node's life."""
+    return sum(_tensor_bytes(tensor) for tensor in _tensors(_value(node)))
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if 0 in tensor.shape:
+        return 0
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return span * tensor.element_size()

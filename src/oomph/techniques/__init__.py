@@ -1,0 +1,1 @@
+"""Techniques: one way to need less memory each, one file each."""

@@ -1,0 +1,44 @@
+"""Precision: autocast to bf16 or fp16, fp16's loss scaler, and TF32 for fp32 products."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from oomph.job import AUTOCAST
+from oomph.techniques.technique import Undo
+
+
+def autocast(
+    precision: str, device_type: str, *, cast_cache: bool = True
+) -> AbstractContextManager[Any]:
+    """The autocast region of a precision, or nothing where it has none.
+
+    With `cast_cache` the weights' half-precision copies live for the whole region; without, each is
+    made where it is used and dropped when nothing saved it.
+    """
+    dtype = AUTOCAST.get(precision)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=cast_cache)
+
+
+def make_scaler(precision: str, device_type: str) -> torch.amp.GradScaler | None:
+    """fp16's loss scaler; other precisions need none."""
+    return torch.amp.GradScaler(device_type) if precision == "fp16-mixed" else None
+
+
+def use_tf32() -> Undo:
+    """Run fp32 matrix products and convolutions on Tensor Cores, with 10 bits of mantissa."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+
+    def undo() -> None:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+    return undo

@@ -1,0 +1,377 @@
+"""Keep Adam's two averages in 8 bits instead of 32 (lossy).
+
+Numbers are stored in blocks of 256, each with its largest magnitude in fp32 and a *level* per
+number. A step goes over the parameters one by one, and over large ones slice by slice: read the
+averages back to fp32, do Adam's maths, store them again. So a step needs a few slices of memory.
+
+Levels are spaced evenly in the logarithm, so the relative error is the same for large numbers and
+small ones. Evenly spaced numbers would round the small second moments of a block to zero, and Adam
+divides by them; here a second moment that is not zero never becomes zero, and one that is too small
+for the scale is rounded up, which only makes its updates smaller.
+
+Adam's second moment changes by a thousandth per step, far less than half a level, so rounding to
+the nearest would never let it fall. Instead each step rounds at another threshold, spread evenly
+over steps and numbers: over many steps the small changes add up to what they should. Thresholds
+come from the step's number, so they draw from no random stream and are the same after a resume.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oomph.errors import BadInput
+from oomph.techniques.optimizer_in_backward import runs_step_of
+from oomph.techniques.stochastic_rounding import round_stochastically
+from oomph.techniques.technique import Undo
+
+#: Numbers that share one scale.
+BLOCK = 256
+#: Parameters with fewer elements keep fp32 averages: there is little to save.
+SMALLEST = 4096
+#: Elements of a parameter that are worked on at once; a multiple of `BLOCK`. With fewer an H200 waits
+#: for the host, which starts some fifty kernels per slice.
+SLICE = 1 << 23
+
+#: Two steps that together cover a square evenly (the R2 sequence).
+_OVER_NUMBERS, _OVER_STEPS = 0.7548776662466927, 0.5698402909980532
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Levels:
+    """How a number becomes one byte: its sign times a level, `top` for the block's largest."""
+
+    dtype: torch.dtype
+    top: int
+    octaves: int
+    """How far below the block's largest number level 1 is, in powers of two."""
+    lowest: int
+    """The level of numbers that are too small: 0 loses them, 1 rounds them up."""
+
+    @property
+    def per_octave(self) -> float:
+        return (self.top - 1) / self.octaves
+
+    def encode(self, values: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+        """Levels and scales of fp32 values, whose number is a multiple of a block."""
+        blocks = values.view(-1, BLOCK)
+        scales = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
+        scales.clamp_(min=torch.finfo(torch.float32).tiny)
+        octaves = blocks.abs().div_(scales.unsqueeze(1)).log2_()
+        levels = torch.add(thresholds + self.top, octaves, alpha=self.per_octave, out=octaves)
+        # The conversion rounds towards zero, that is down, whatever the sign.
+        levels.clamp_(self.lowest, self.top).mul_(blocks.sign())
+        return levels.to(self.dtype).view(-1), scales
+
+    def decode(self, levels: Tensor, scales: Tensor) -> Tensor:
+        """The fp32 values that were encoded, but for rounding."""
+        signed = levels.to(torch.float32).view(-1, BLOCK)
+        values = signed.abs().sub_(self.top)
+        torch.pow(2 ** (1 / self.per_octave), values, out=values)
+        return values.mul_(signed.sign_()).mul_(scales.unsqueeze(1)).view(-1)
+
+
+#: Adam divides the first by the root of the second: both reach equally far down.
+_AVERAGES = {
+    "exp_avg": _Levels(dtype=torch.int8, top=127, octaves=16, lowest=0),
+    "exp_avg_sq": _Levels(dtype=torch.uint8, top=255, octaves=32, lowest=1),
+}
+
+State = dict[str, Any]
+
+
+def low_bit_state(optimizer: torch.optim.Optimizer, *, stochastic_rounding: bool = True) -> Undo:
+    """Keep the averages of an Adam or AdamW in 8 bits from now on, those so far included.
+
+    bf16 parameters are stepped in fp32 and rounded at random, or to the nearest if that is not
+    wanted. Undo reads the averages back to what plain Adam keeps.
+    """
+    why = _why_not(optimizer)
+    if why:
+        raise BadInput(f"8-bit state is made for plain Adam and AdamW: {why}")
+    low_bit = _LowBitAdam(optimizer, stochastic_rounding)
+    return low_bit.undo
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    if not runs_step_of(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return f"{type(optimizer).__name__} steps in its own way"
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "differentiable"):
+            if group[option]:
+                return f"set {option}=False"
+        if any(isinstance(beta, Tensor) for beta in group["betas"]):
+            return "give betas as numbers, not as tensors"
+        for parameter in group["params"]:
+            if parameter.dtype not in (torch.float32, torch.bfloat16):
+                return f"a parameter is {parameter.dtype}, not float32 or bfloat16"
+            if not parameter.permute(_order(parameter)).is_contiguous():
+                return "a parameter has gaps in memory; make it contiguous"
+    return ""
+
+
+class _LowBitAdam:
+    """Replaces the step of one optimizer, and keeps its state low-bit through saving and loading.
+
+    The step is replaced on the instance and goes over `optimizer.param_groups`, so whoever shows
+    the optimizer a single parameter steps that one, and schedulers may wrap it before or after.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stochastic_rounding: bool) -> None:
+        self._optimizer = optimizer
+        self._stochastic_rounding = stochastic_rounding
+        #: Random bits of our own: those of the user's random stream stay his.
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._loading: dict[Any, State] = {}
+        # Made for all before any is replaced: running out of memory here changes nothing.
+        converted = {p: _to_low_bit(p, state) for p, state in optimizer.state.items() if state}
+        optimizer.state.update(converted)
+        self._active = True
+        self._load_hooks = (
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        )
+        self._own = {
+            name: vars(optimizer)[name]
+            for name in ("step", "_step_supports_amp_scaling")
+            if name in vars(optimizer)
+        }
+        self._step: Any = self._make_step()
+        optimizer.step = self._step  # type: ignore[method-assign]
+        # A GradScaler is to unscale the gradients itself, as for any step that is not fused.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+    def undo(self) -> None:
+        """Plain Adam again."""
+        if not self._active:
+            return
+        optimizer = self._optimizer
+        converted = {p: _to_plain(p, state) for p, state in optimizer.state.items() if state}
+        optimizer.state.update(converted)
+        self._active = False
+        for hook in self._load_hooks:
+            hook.remove()
+        # A scheduler made since then holds our step inside its own; then ours passes on.
+        names = ["_step_supports_amp_scaling"]
+        if vars(optimizer).get("step") is self._step:
+            names.append("step")
+        for name in names:
+            vars(optimizer).pop(name, None)
+            if name in self._own:
+                setattr(optimizer, name, self._own[name])
+        self._step = None  # it holds us
+
+    def _make_step(self) -> Any:
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_all()
+            return loss
+
+        hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+
+        def step_or_pass_on(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            run = hooked if self._active else type(optimizer).step
+            return run(optimizer, *args, **kwargs)
+
+        if hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            step_or_pass_on._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return types.MethodType(step_or_pass_on, self._optimizer)
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _step_all(self) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self._optimizer.state[parameter]
+        if not state:
+            state.update(_new_state(parameter, group))
+        state["step"] += 1
+        order = _order(parameter)
+        weights = parameter.permute(order).view(-1)
+        gradient = parameter.grad.permute(order).reshape(-1)  # type: ignore[union-attr]
+        thresholds = _thresholds(state["step"], parameter.device)
+        corrections = _corrections(state["step"], group)
+        for part in _slices(parameter.numel()):
+            # fp32 weights and averages are changed in place, others are written back below.
+            new = weights[part].to(torch.float32)
+            averages = {name: _read(state, name, part) for name in _AVERAGES}
+            _adam(new, gradient[part].to(torch.float32), averages, corrections, group)
+            if parameter.dtype is torch.bfloat16:
+                weights[part].copy_(self._round(new))
+            del new
+            for name in _AVERAGES:
+                _write(state, name, part, averages.pop(name), thresholds)
+
+    def _round(self, values: Tensor) -> Tensor:
+        if not self._stochastic_rounding:
+            return values
+        device = values.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return round_stochastically(values, self._generators[device])
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep the averages back: loading gives every tensor the parameter's type."""
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        owned = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        saved = state_dict["state"]
+        self._loading = {p: saved[at] for at, p in zip(ids, owned, strict=False) if at in saved}
+        steps = {at: {"step": state["step"]} for at, state in saved.items() if state}
+        return {**state_dict, "state": steps}
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in self._loading.items():
+            if state:
+                # A copy: a step must not change what was loaded from.
+                copied = {
+                    name: value.to(parameter.device, copy=True)
+                    for name, value in state.items()
+                    if name != "step"
+                }
+                step = {"step": optimizer.state[parameter]["step"].clone()}
+                optimizer.state[parameter] = _to_low_bit(parameter, {**copied, **step})
+        self._loading = {}
+
+
+def _adam(
+    weights: Tensor,
+    gradient: Tensor,
+    averages: dict[str, Tensor],
+    corrections: tuple[Tensor, Tensor],
+    group: dict[str, Any],
+) -> None:
+    """Adam's update of weights and averages in place, as `torch.optim.Adam` defines it."""
+    lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+    if group["maximize"]:
+        gradient = -gradient
+    if decay and group["decoupled_weight_decay"]:
+        weights.mul_(1 - lr * decay)
+    elif decay:
+        gradient = gradient.add(weights, alpha=decay)
+    mean = averages["exp_avg"].lerp_(gradient, 1 - beta1)
+    square = averages["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    of_mean, of_root = corrections
+    root = square.sqrt().div_(of_root).add_(group["eps"])
+    update = torch.div(mean, root, out=root)
+    weights.sub_(update.mul_(lr / of_mean))
+
+
+def _corrections(step: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What the mean and the root of the mean square are divided by, for they began at zero."""
+    # The counter may be on the device: it is never read, only computed with.
+    count = step.to(torch.float64)
+    beta1, beta2 = group["betas"]
+    return 1 - beta1**count, (1 - beta2**count).sqrt()
+
+
+def _order(parameter: Tensor) -> list[int]:
+    """The dimensions as they lie in memory: channels-last weights are contiguous in this order."""
+    return sorted(range(parameter.dim()), key=lambda at: -parameter.stride()[at])
+
+
+def _slices(elements: int) -> Iterator[slice]:
+    for start in range(0, elements, SLICE):
+        yield slice(start, min(start + SLICE, elements))
+
+
+def _thresholds(step: Tensor, device: torch.device) -> Tensor:
+    """Where this step rounds each number of a block, from 0 (down) to 1 (up)."""
+    numbers = torch.arange(BLOCK, dtype=torch.float64, device=device).mul_(_OVER_NUMBERS)
+    return numbers.add_(step.to(torch.float64) * _OVER_STEPS).frac_().to(torch.float32)
+
+
+# -- state: `exp_avg` in fp32 for small parameters, `exp_avg_8bit` and `exp_avg_scale` for others --
+
+
+def _new_state(parameter: Tensor, group: dict[str, Any]) -> State:
+    # Where plain Adam has its counter, so that undo finds it there.
+    place = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device=place)}
+    for name in _AVERAGES:
+        state |= _empty(parameter, name)
+    return state
+
+
+def _empty(parameter: Tensor, name: str) -> State:
+    if parameter.numel() < SMALLEST:
+        return {name: torch.zeros_like(parameter, dtype=torch.float32)}
+    blocks = -(-parameter.numel() // BLOCK)
+    levels = parameter.new_zeros(blocks * BLOCK, dtype=_AVERAGES[name].dtype)
+    return {
+        f"{name}_8bit": levels,
+        f"{name}_scale": parameter.new_zeros(blocks, dtype=torch.float32),
+    }
+
+
+def _read(state: State, name: str, part: slice) -> Tensor:
+    """A slice of an average in fp32, to be changed in place and written back."""
+    if name in state:
+        average: Tensor = state[name]
+        return average.permute(_order(average)).view(-1)[part]
+    elements, blocks = _whole_blocks(part)
+    levels, scales = state[f"{name}_8bit"][elements], state[f"{name}_scale"][blocks]
+    return _AVERAGES[name].decode(levels, scales)[: part.stop - part.start]
+
+
+def _write(state: State, name: str, part: slice, average: Tensor, thresholds: Tensor) -> None:
+    if name in state:
+        return  # was changed in place
+    elements, blocks = _whole_blocks(part)
+    padding = elements.stop - part.stop
+    values = F.pad(average, (0, padding)) if padding else average
+    levels, scales = _AVERAGES[name].encode(values, thresholds)
+    state[f"{name}_8bit"][elements] = levels
+    state[f"{name}_scale"][blocks] = scales
+
+
+def _whole_blocks(part: slice) -> tuple[slice, slice]:
+    """The elements and the blocks of a slice that starts at a block."""
+    first, end = part.start // BLOCK, -(-part.stop // BLOCK)
+    return slice(part.start, end * BLOCK), slice(first, end)
+
+
+def _to_low_bit(parameter: Tensor, state: State) -> State:
+    """The state as it is kept here, from plain Adam's or from such a state."""
+    converted: State = {"step": state["step"]}
+    thresholds = _thresholds(state["step"], parameter.device)
+    for name in _AVERAGES:
+        if f"{name}_8bit" in state:
+            converted |= {key: state[key] for key in (f"{name}_8bit", f"{name}_scale")}
+            continue
+        converted |= _empty(parameter, name)
+        source = state[name].permute(_order(parameter)).reshape(-1)
+        for part in _slices(parameter.numel()):
+            if name in converted:
+                _read(converted, name, part).copy_(source[part])
+            else:
+                _write(converted, name, part, source[part].to(torch.float32), thresholds)
+    return converted
+
+
+def _to_plain(parameter: Tensor, state: State) -> State:
+    """The state as plain Adam keeps it."""
+    converted: State = {"step": state["step"]}
+    for name in _AVERAGES:
+        average = converted[name] = torch.zeros_like(parameter)
+        flat = average.permute(_order(parameter)).view(-1)
+        for part in _slices(parameter.numel()):
+            flat[part].copy_(_read(state, name, part))
+    return converted

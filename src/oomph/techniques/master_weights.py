@@ -1,0 +1,141 @@
+"""Keep the model's weights in half precision and fp32 masters of them in the optimizer (rounding).
+
+Autocast makes a half-precision copy of each weight beside the fp32 one in every step, and its
+results flow on in fp32 where weights are. Here the model has half-precision weights only; the
+optimizer steps fp32 masters, whose gradients are summed in fp32, and each step rounds the masters
+into the model.
+
+While it is applied, gradients and what is to be saved are the masters': clip, unscale and zero over
+the optimizer's parameters, not the model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from oomph.errors import BadInput
+from oomph.techniques.optimizer_in_backward import check_per_parameter, weakly
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pair:
+    """A parameter of the model and its master."""
+
+    parameter: nn.Parameter
+    master: Tensor
+    hook: RemovableHandle
+    #: The parameter's version after we last wrote it: another one means that somebody else did.
+    version: int
+
+
+class MasterWeights:
+    """Gives the model's fp32 parameters that the optimizer owns the type `dtype`.
+
+    The parameters stay the same objects, the master of each is its former storage, and the
+    optimizer's groups and state are the masters'. Buffers and frozen parameters stay as they are,
+    and so do those of a BatchNorm: its kernels want them as precise as its running statistics.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        check_per_parameter(optimizer, "keeping master weights")
+        self._optimizer = optimizer
+        self._pairs: dict[Tensor, _Pair] = {}  # by parameter
+        self._by_master: dict[Tensor, _Pair] = {}
+        self._step_hook = optimizer.register_step_post_hook(self._after_step)
+        places = {
+            parameter: (group["params"], at)
+            for group in optimizer.param_groups
+            for at, parameter in enumerate(group["params"])
+        }
+        try:
+            for parameter in _fp32_parameters(model):
+                if parameter in places:
+                    self._split(parameter, *places[parameter], dtype)
+        except BaseException:
+            self.undo()
+            raise
+
+    def leaf_of(self, owned: Tensor) -> Tensor:
+        """The model's parameter that a tensor of the optimizer stands for."""
+        pair = self._by_master.get(owned)
+        return pair.parameter if pair is not None else owned
+
+    def undo(self) -> None:
+        """The model's parameters are their masters again, and so are the optimizer's."""
+        self._step_hook.remove()
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [self.leaf_of(owned) for owned in group["params"]]
+        for pair in self._pairs.values():
+            pair.hook.remove()
+            pair.parameter.data = pair.master
+            pair.parameter.grad = pair.master.grad
+            _rename_state(self._optimizer, pair.master, pair.parameter)
+        self._pairs.clear()
+        self._by_master.clear()
+
+    def _split(
+        self, parameter: nn.Parameter, owned: list[Tensor], at: int, dtype: torch.dtype
+    ) -> None:
+        master = parameter.data
+        rounded = master.to(dtype)  # all that can run out of memory
+        master.grad, parameter.grad = parameter.grad, None
+        parameter.data = rounded
+        owned[at] = master
+        _rename_state(self._optimizer, parameter, master)
+        self._pairs[parameter] = self._by_master[master] = _Pair(
+            parameter=parameter,
+            master=master,
+            hook=parameter.register_post_accumulate_grad_hook(weakly(self._move_gradient)),
+            version=parameter._version,
+        )
+
+    def _move_gradient(self, parameter: Tensor) -> None:
+        pair = self._pairs[parameter]
+        if parameter._version != pair.version:
+            raise BadInput(
+                f"a parameter {list(parameter.shape)} was written to, and its master weight does "
+                "not know: undo the master weights, change the model, then apply them again"
+            )
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if pair.master.grad is None:
+            pair.master.grad = gradient.to(torch.float32)
+        else:
+            pair.master.grad.add_(gradient)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Round the masters that were stepped; the optimizer may be shown a few of them only."""
+        for group in optimizer.param_groups:
+            for owned in group["params"]:
+                pair = self._by_master.get(owned)
+                if pair is not None and owned.grad is not None:
+                    # Not through .data: autograd must notice if backward still needs the old value.
+                    pair.parameter.copy_(owned)
+                    pair.version = pair.parameter._version
+
+
+def _fp32_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that are trained and may be rounded, each once."""
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    precise = {parameter for norm in norms for parameter in norm.parameters()}
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.dtype is torch.float32 and parameter.requires_grad and parameter not in precise
+    ]
+
+
+def _rename_state(optimizer: torch.optim.Optimizer, before: Tensor, now: Tensor) -> None:
+    if before in optimizer.state:
+        optimizer.state[now] = optimizer.state.pop(before)

@@ -1,0 +1,80 @@
+"""A clock for rehearsals: predicted seconds of each kernel on a card.
+
+A kernel takes the longer of its arithmetic at the card's rate and its bytes at the card's
+bandwidth, and never less than a launch. No kernel reaches the data sheet's numbers; the parts that
+they do reach are below, by kind, measured on an H200. A measured profile replaces them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from oomph.gpus import GPU
+from oomph.timing.work import Work
+
+#: The part of the data sheet's rate that large kernels of a kind reach.
+EFFICIENCY: Mapping[str, float] = {
+    "product": 0.75,
+    "convolution": 0.55,
+    "attention": 0.55,
+    "attention backward": 0.40,
+    "elementwise": 0.85,
+}
+#: Seconds between the start of a kernel and that of the next, however small they are.
+SHORTEST_KERNEL = 2.5e-6
+
+
+#: A host of some cores, to compare plans for the CPU by; its seconds are no promise.
+HOST = GPU(
+    name="cpu",
+    vendor="host",
+    architecture="cpu",
+    compute_capability=None,
+    sm_count=1,
+    memory=0,
+    memory_bandwidth=20e9,
+    host_link=20e9,
+    rates={"fp32": 1e11, "fp64": 5e10},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Predicts seconds on one card."""
+
+    gpu: GPU
+    tf32: bool = False
+    """Whether fp32 products run as TF32."""
+    efficiency: Mapping[str, float] = field(default_factory=lambda: EFFICIENCY)
+
+    @classmethod
+    def of(cls, gpu: GPU | None) -> Clock:
+        """The clock of a card, or of the CPU."""
+        return cls(gpu=gpu if gpu is not None else HOST)
+
+    def moving(self, nbytes: int) -> float:
+        """Seconds in which the card reads or writes so many bytes."""
+        return nbytes / (self.gpu.memory_bandwidth * self.efficiency["elementwise"])
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of a kernel; none where nothing is launched."""
+        if not work.bytes and not work.flops:
+            return 0.0
+        computing = 0.0
+        if work.flops:
+            computing = work.flops / (self._rate(work.dtype) * self.efficiency[work.kind])
+        return max(self.moving(work.bytes), computing, SHORTEST_KERNEL)
+
+    def _rate(self, dtype: str) -> float:
+        return _rate(self.gpu, "tf32" if dtype == "fp32" and self.tf32 else dtype)
+
+
+@functools.cache
+def _rate(gpu: GPU, dtype: str) -> float:
+    """The card's rate for a dtype, or for the nearest it has that can hold the numbers."""
+    for name in (dtype, *{"bf16": ("fp32",), "tf32": ("fp32",)}.get(dtype, ()), "fp32"):
+        if name in gpu.rates:
+            return gpu.rates[name]
+    raise AssertionError("every card of the catalogue has an fp32 rate")

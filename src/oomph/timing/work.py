@@ -1,0 +1,19 @@
+"""Work: what an op asks of the hardware, before anyone knows how fast that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Floating-point operations and bytes of one kernel."""
+
+    flops: float = 0.0
+    dtype: str = ""
+    """What the operations are in: `bf16`, `fp16`, `fp32` …; empty where there are none."""
+    bytes: int = 0
+    """Read and written."""
+    kind: str = "elementwise"
+    """`product`, `attention`, `convolution` or `elementwise`; each reaches its own part of the
+    card's rate."""
