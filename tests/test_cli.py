@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from oomph import cli
+from oomph.cli import catalogues
 
 SMALL = ("--model", "gpt2", "--batch", "1", "--seq", "64")
 QUICK = ("--phase", "build", "--phase", "eval")
@@ -447,7 +448,7 @@ def test_an_internal_error_asks_for_a_report_and_hides_its_traceback(monkeypatch
     def broken() -> None:
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr(cli, "known_gpus", broken)
+    monkeypatch.setattr(catalogues, "known_gpus", broken)
     monkeypatch.delenv("OOMPH_DEBUG", raising=False)
     result = oomph("gpus")
     assert result.code == 1

@@ -171,7 +171,7 @@ def judge(
     """Replay a timeline through the allocator and compare it with the budget."""
     shown = replay(timeline, settings) if gpu is not None else add_up(timeline)
     overhead = device_overhead(gpu)
-    doubt = uncertainty(timeline, gpu)
+    doubt = uncertainty(timeline, gpu, expandable=settings.expandable_segments)
 
     def ledgers(peak: PhasePeak) -> Ledgers:
         return Ledgers(

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,16 +42,66 @@ def job_from(
 ) -> Job:
     """A job from whichever `model` is: `file.py:function`, a config.json, its folder, or a name."""
     if is_factory(model):
-        if batch is not None or seq is not None:
-            raise BadInput(f"{model} makes its own batch; set its size and length there")
-        if inputs:
-            options["batch"] = functools.partial(_batch_of, inputs)
-        return dataclasses.replace(job_from_factory(model), **options)
+        return _job_and_loader(model, batch, seq, inputs, options)[0]
     if not _is_path(model):
         return job_from_name(model, batch=batch, seq=seq, inputs=inputs, **options)
     path = Path(model).expanduser()
     size = CONFIG_BATCH if batch is None else batch
     return job_from_config(path, batch=size, seq=seq, inputs=inputs, **options)
+
+
+def job_to_train(
+    model: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    inputs: Sequence[str] = (),
+    **options: Any,
+) -> tuple[Job, Iterable[Any] | None]:
+    """The job of `job_from` with initialised weights, and what to train it on.
+
+    That is the loader that a factory returned beside its job, None where it returned a job alone,
+    and random numbers for a name or a config.
+    """
+    if is_factory(model):
+        return _job_and_loader(model, batch, seq, inputs, options)
+    job = job_from(model, batch=batch, seq=seq, inputs=inputs, initialise=True, **options)
+    if _is_path(model):
+        config = model_from_config_path(Path(model).expanduser())[1]
+    else:
+        config = build_config(find_model(model))
+    return job, _random_batches(job.batch, getattr(config, "vocab_size", None))
+
+
+def _job_and_loader(
+    spec: str,
+    batch: int | None,
+    seq: int | None,
+    inputs: Sequence[str],
+    options: dict[str, Any],
+) -> tuple[Job, Iterable[Any] | None]:
+    if batch is not None or seq is not None:
+        raise BadInput(f"{spec} makes its own batch; set its size and length there")
+    if inputs:
+        options = {**options, "batch": functools.partial(_batch_of, inputs)}
+    job, loader = _call_factory(spec)
+    return dataclasses.replace(job, **options), loader
+
+
+def _random_batches(make_batch: MakeBatch, vocabulary: int | None) -> Iterator[dict[str, Tensor]]:
+    """Batches like the sample, without end, with random numbers where any will do."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        batch = make_batch()
+        # A batch of nothing but tokens may hold any of them; other whole numbers mean something.
+        tokens = batch.keys() == {"input_ids", "labels"} and vocabulary is not None
+        tokens = tokens and batch["input_ids"].shape == batch["labels"].shape
+        for leaf in batch.values():
+            if leaf.is_floating_point():
+                leaf.normal_(generator=generator)
+            elif tokens:
+                leaf.random_(0, vocabulary, generator=generator)
+        yield batch
 
 
 def is_factory(model: str) -> bool:
@@ -78,11 +128,13 @@ def job_from_name(
     batch: int | None = None,
     seq: int | None = None,
     inputs: Sequence[str] = (),
+    initialise: bool = False,
     **options: Any,
 ) -> Job:
     """A job on a model of the catalogue; `options` are those of `Job` (precision, optimizer …).
 
-    `inputs`, each like `input_ids=4x2048:int64`, take the place of the sample batch.
+    `inputs`, each like `input_ids=4x2048:int64`, take the place of the sample batch. Only with
+    `initialise` do the weights of a model that is really built hold more than memory held.
     """
     entry = find_model(name)
     size = check_count("the batch", batch if batch is not None else entry.batch)
@@ -91,7 +143,8 @@ def job_from_name(
     if not inputs:
         make_batch = functools.partial(sample_batch, entry, build_config(entry), size, length)
     _try_out(make_batch)
-    return Job(functools.partial(build_model, entry), batch=make_batch, name=entry.name, **options)
+    build = functools.partial(build_model, entry, initialise=initialise)
+    return Job(build, batch=make_batch, name=entry.name, **options)
 
 
 def job_from_config(
@@ -100,6 +153,7 @@ def job_from_config(
     batch: int = CONFIG_BATCH,
     seq: int | None = None,
     inputs: Sequence[str] = (),
+    initialise: bool = False,
     **options: Any,
 ) -> Job:
     """A job on the model that a Hugging Face `config.json` (or its folder) describes."""
@@ -110,13 +164,17 @@ def job_from_config(
     if not inputs:
         make_batch = functools.partial(sample_batch, task_kind(cls, config), config, size, length)
     _try_out(make_batch)
-    return Job(
-        functools.partial(build_model, config), batch=make_batch, name=cls.__name__, **options
-    )
+    build = functools.partial(build_model, config, initialise=initialise)
+    return Job(build, batch=make_batch, name=cls.__name__, **options)
 
 
 def job_from_factory(spec: str) -> Job:
     """The job that `file.py:function` returns. The file is the user's own and is executed."""
+    return _call_factory(spec)[0]
+
+
+def _call_factory(spec: str) -> tuple[Job, Iterable[Any] | None]:
+    """A factory returns a job, or a job and an iterable of batches to train it on."""
     file, _, function = spec.rpartition(":")
     if not file or not function.isidentifier():
         raise BadInput(f"write a factory as file.py:function, not {spec!r}")
@@ -124,12 +182,17 @@ def job_from_factory(spec: str) -> Job:
     if not callable(make):
         raise BadInput(f"{file} has no function {function!r}")
     try:
-        job = make()
+        made = make()
     except (Exception, SystemExit) as error:
         raise BadInput(f"{spec} failed: {type(error).__name__}: {error}") from error
+    job, loader = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(job, Job):
-        raise BadInput(f"{spec} returned {type(job).__name__}, not an oomph.Job")
-    return job
+        raise BadInput(f"{spec} returned {type(made).__name__}, not an oomph.Job")
+    if loader is not None and not isinstance(loader, Iterable):
+        raise BadInput(
+            f"{spec} returned a job and {type(loader).__name__}, which is no iterable of batches"
+        )
+    return job, loader
 
 
 def _import_file(file: str) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,16 @@ from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.low_bit_state import BLOCK, SLICE, low_bit_state
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small a model takes longer on several, much longer if others use them too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 #: 4,225 elements, so that the last block is not full, and 65, which stay in fp32.
 WIDTH = 65
@@ -89,7 +100,7 @@ def learn_a_language(dtype: torch.dtype, low_bit: bool) -> float:
         low_bit_state(optimizer)
     generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(200):
+    for _ in range(150):
         words = [torch.randint(0, 64, (16,), generator=generator)]
         for _ in range(16):
             surprise = torch.rand(16, generator=generator) < 0.1
@@ -157,18 +168,18 @@ def test_a_second_moment_falls_as_its_gradients_do() -> None:
     plain, low_bit = (nn.Parameter(torch.zeros(16, BLOCK)) for _ in range(2))
     optimizers = [torch.optim.Adam([weight]) for weight in (plain, low_bit)]
     low_bit_state(optimizers[1])
-    for step in range(1500):
-        gradient = torch.full((16, BLOCK), 1.0 if step < 200 else 0.3)
+    for step in range(1200):
+        gradient = torch.full((16, BLOCK), 1.0 if step < 100 else 0.2)
         gradient[:, 0] = 10.0
         for weight, optimizer in zip((plain, low_bit), optimizers, strict=True):
             weight.grad = gradient
             optimizer.step()
     expected = optimizers[0].state[plain]["exp_avg_sq"]
     mine = module._to_plain(low_bit, optimizers[1].state[low_bit])["exp_avg_sq"]
-    assert 0.1 < expected[0, 1] < 0.2
+    assert expected[0, 1] < 0.06, "it was 0.095 when its gradients fell"
     assert (mine[:, 1:] / expected[:, 1:]).mean().item() == pytest.approx(1, abs=0.1)
-    assert (mine / expected).max() < 1.25
-    assert (mine / expected).min() > 0.8
+    assert (mine / expected).max() < 1.3
+    assert (mine / expected).min() > 0.7
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -315,6 +326,7 @@ def test_schedulers_work_whether_made_before_or_after(scheduler_first: bool) -> 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     assert "exp_avg_8bit" in optimizer.state[model[0].weight]
     undo()
+    optimizer.state.clear()
     train(model, optimizer)
     scheduler.step()
     assert optimizer.state[model[0].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -464,7 +476,7 @@ def test_what_is_not_plain_adam_is_refused() -> None:
     for optimizer, why in (
         (torch.optim.SGD(model.parameters()), "SGD"),
         (torch.optim.NAdam(model.parameters()), "NAdam"),
-        (torch.optim.Adam(model.parameters(), amsgrad=True), "amsgrad=False"),
+        (torch.optim.Adam(model.parameters(), amsgrad=True), "amsgrad=True"),
         (torch.optim.Adam(make_model(torch.float64).parameters()), "float64"),
         (torch.optim.Adam([nn.Parameter(torch.ones(4, 4)[:, :2])]), "contiguous"),
         (
@@ -475,6 +487,14 @@ def test_what_is_not_plain_adam_is_refused() -> None:
         with pytest.raises(BadInput, match=why):
             low_bit_state(optimizer)
         assert "step" not in vars(optimizer)
+
+
+def test_a_group_that_is_added_later_is_checked_too() -> None:
+    model, optimizer = make()
+    low_bit_state(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4096, dtype=torch.float16))]})
+    with pytest.raises(BadInput, match="float16"):
+        train(model, optimizer)
 
 
 def test_on_a_gpu_the_state_is_a_quarter_and_the_step_needs_a_few_slices() -> None:

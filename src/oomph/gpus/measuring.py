@@ -62,12 +62,12 @@ HOST_ROOM = 2 * GIB
 #: One measurement takes no longer than this once it has enough repeats.
 LONG_ENOUGH = 0.25
 FEWEST_REPEATS = 3
-#: What a part of `FEWEST_REPEATS` costs: with a first call and one to see how long it takes.
+#: Calls of the shortest measurement: one to warm up and one to see how long it takes come first.
 FEWEST_CALLS = FEWEST_REPEATS + 2
 #: Kernels of one repeat, where one alone is too short to time, and the seconds they should fill.
-MOST_CALLS, REPEAT_SECONDS = 50, 1e-3
-#: Cycles, a millisecond or so, in which the CPU queues kernels: its own pace is not measured then.
-HEAD_START = 2_000_000
+MOST_CALLS, REPEAT_SECONDS = 50, 1e-2
+#: Cycles, 3 ms or so, in which the CPU queues kernels: its own pace is not measured then.
+HEAD_START = 5_000_000
 LAUNCHES = 200
 
 #: How the seconds are shared out. What is left over is for starting CUDA.
@@ -103,8 +103,7 @@ def measure_machine(
     if not seconds > 0:
         raise BadInput(f"measuring takes some seconds, not {seconds}")
     limits = {part: share * seconds for part, share in _SHARES.items()}
-    # Card first asked, last measured: what the user may have to change is said at once.
-    room = _room(place)
+    room = _room(place)  # first of all: a card in use is refused before anything takes time
     say("measuring the disk")
     disk_write, disk_read, disk_method = disk_rates(
         folder if folder is not None else _temporary_folder(), seconds=limits["disk"]
@@ -119,7 +118,7 @@ def measure_machine(
         products = product_rates(place, room=room, seconds=limits["products"])
     return Profile(
         gpu=_name(place),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         product_rates=products,
         memory_bandwidth=bandwidth,
@@ -200,12 +199,12 @@ def _rates_by_size(
     rates: list[tuple[float, float]] = []
     with _fp32_products_as("high" if dtype == "tf32" else "highest"):
         for rows, inner, columns in PRODUCT_SHAPES:
+            if 4 * (rows * inner + inner * columns + rows * columns) > room:
+                continue
             flops = 2.0 * rows * inner * columns
             left = end - time.perf_counter()
             if rates and FEWEST_CALLS * flops / rates[-1][1] > left:
                 break
-            if 4 * (rows * inner + inner * columns + rows * columns) > room:
-                continue
             taken = _product_seconds(device, dtype, (rows, inner, columns), seconds=left)
             rates.append((flops, flops / taken))
             torch.cuda.empty_cache()  # else the blocks of all sizes would add up
@@ -254,10 +253,11 @@ def attention_rates(device: torch.device, *, seconds: float) -> dict[str, dict[s
 def _attention_seconds(
     device: torch.device, kind: torch.dtype, *, seconds: float
 ) -> tuple[float, float]:
-    grad, *leaves = (_random(ATTENTION_SHAPE, kind, device) for _ in range(4))
+    query, key, value, grad = (_random(ATTENTION_SHAPE, kind, device) for _ in range(4))
+    leaves = (query, key, value)
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(*leaves, is_causal=True)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     forward_seconds = median_seconds(forward, device, seconds=seconds / 2)
     for leaf in leaves:
@@ -285,7 +285,7 @@ def _convolution_seconds(device: torch.device, kind: torch.dtype, *, seconds: fl
     images, channels, size = CONVOLUTION_SHAPE
     batch = _random((images, channels, size, size), kind, device)
     weight = _random((channels, channels, 3, 3), kind, device)
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         return median_seconds(lambda: F.conv2d(batch, weight, padding=1), device, seconds=seconds)
 
 

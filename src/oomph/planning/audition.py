@@ -50,8 +50,6 @@ class Audition:
     """Of one micro-batch outside the blocks."""
     step_seconds: float
     """Of the optimizer step, once."""
-    launches: int
-    """Kernels of a micro-batch as it was heard."""
     loss_is_chunked: bool
     """Whether the head that the choices name really never made its logits."""
 
@@ -98,11 +96,11 @@ class _Heard:
     backward: int
     """Peak above that."""
     seconds: float
+    """Of kernels."""
+    launches: int
 
 
-def audition(
-    job: Job, gpu: GPU | None, clock: Clock | None, found: Survey, choices: Choices
-) -> Audition:
+def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Choices) -> Audition:
     """Hear every block with every option of its menu under these choices."""
     menus = {block.path: found.options(block) for block in found.blocks}
     rounds = _rounds(found, menus)
@@ -132,13 +130,19 @@ def audition(
     if base is None:
         raise CannotRehearse("there is nothing to hear")
     parts = -(-batch_size(_shapes(job)) // choices.micro_batch) if choices.micro_batch else 1
+    waits = base.part.launches * clock.launch > base.part.kernels
+
+    def seconds(kernels: float, launches: int) -> float:
+        """By the card's clock, or by the host's where the card waits for it."""
+        return launches * clock.launch if waits else kernels
+
+    in_blocks = sum(seconds(one.seconds, one.launches) for one in base.blocks)
     return Audition(
         choices=choices,
-        chain=_chain(found, menus, heard, base),
+        chain=_chain(found, menus, heard, base, seconds),
         parts=parts,
-        other_seconds=base.other_seconds,
-        step_seconds=base.step_seconds,
-        launches=base.launches,
+        other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
+        step_seconds=base.step.seconds(clock),
         loss_is_chunked=chunked,
     )
 
@@ -220,9 +224,10 @@ class _Round:
     """Peak between the last block's forward and its backward."""
     floor: int
     """Peak outside of all of that: before the first block, after its backward, the optimizer."""
-    other_seconds: float
-    step_seconds: float
-    launches: int
+    part: Effort
+    """Of one micro-batch."""
+    step: Effort
+    """Of the optimizer step."""
 
 
 def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
@@ -250,9 +255,13 @@ def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
                 - block.forward.seconds
                 + block.done.seconds
                 - block.backward.seconds,
+                launches=block.end.launches
+                - block.forward.launches
+                + block.done.launches
+                - block.backward.launches,
             )
         )
-    part, step = part_and_step_seconds(timeline)
+    part, step = part_and_step(timeline)
     if marks:
         first_backward = min((block.backward for block in marks), key=lambda mark: mark.event)
         loss = _peak(alive, marks[-1].end, first_backward)
@@ -264,19 +273,37 @@ def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
         blocks=tuple(heard),
         loss=loss,
         floor=floor,
-        other_seconds=part - sum(one.seconds for one in heard),
-        step_seconds=step,
-        launches=done.launches - start.launches,
+        part=part,
+        step=step,
     )
 
 
-def part_and_step_seconds(timeline: Timeline) -> tuple[float, float]:
-    """Predicted seconds of one micro-batch, and of the optimizer step after the last of them."""
-    starts = [mark.seconds for mark in timeline.marks if mark.name == FORWARD]
-    done = [mark.seconds for mark in timeline.marks if mark.name == END_OF_STEP][-1]
-    # With one micro-batch there is nothing to tell the two apart by, and no need to.
-    part = starts[-1] - starts[-2] if len(starts) > 1 else done - starts[-1]
-    return part, done - starts[-1] - part
+@dataclass(frozen=True)
+class Effort:
+    """What a part of a step costs the card and the host that drives it."""
+
+    kernels: float
+    """Seconds."""
+    launches: int
+
+    def seconds(self, clock: Clock) -> float:
+        """Whichever takes longer: the host runs ahead of the card, or the card waits for it."""
+        return max(self.kernels, self.launches * clock.launch)
+
+
+def part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
+    """One micro-batch, and the optimizer step after the last of them."""
+    starts = [mark for mark in timeline.marks if mark.name == FORWARD]
+    done = [mark for mark in timeline.marks if mark.name == END_OF_STEP][-1]
+    last = _effort(starts[-1], done)
+    if len(starts) == 1:  # nothing to tell the two apart by, and no need to
+        return last, Effort(0.0, 0)
+    part = _effort(starts[-2], starts[-1])
+    return part, Effort(last.kernels - part.kernels, last.launches - part.launches)
+
+
+def _effort(start: Mark, stop: Mark) -> Effort:
+    return Effort(stop.seconds - start.seconds, stop.launches - start.launches)
 
 
 def peak_allocated(timeline: Timeline) -> int:
@@ -341,6 +368,7 @@ def _chain(
     menus: dict[str, tuple[str, ...]],
     heard: dict[Any, dict[str, _Heard]],
     base: _Round,
+    seconds: Callable[[float, int], float],
 ) -> Chain:
     """What each block saw around it, less what the blocks before it saved."""
     if not base.blocks:
@@ -359,7 +387,9 @@ def _chain(
                         saved=heard[block.kind][name].saved,
                         forward=heard[block.kind][name].forward,
                         backward=heard[block.kind][name].saved + heard[block.kind][name].backward,
-                        seconds=heard[block.kind][name].seconds,
+                        seconds=seconds(
+                            heard[block.kind][name].seconds, heard[block.kind][name].launches
+                        ),
                     )
                     for name in menus[block.path]
                 ),

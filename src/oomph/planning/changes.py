@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from oomph.gpus import GPU
 from oomph.job import Job, batch_size, make_batch
-from oomph.planning.audition import part_and_step_seconds, peak_allocated
+from oomph.planning.audition import part_and_step, peak_allocated
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
@@ -57,10 +57,10 @@ def _take(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> tuple[in
     timeline = rehearse(
         job, gpu, ("build", "step"), choices=choices, clock=clock, skip_first_step=True
     )
-    part, step = part_and_step_seconds(timeline)
+    part, step = part_and_step(timeline)
     size = choices.micro_batch
     parts = -(-batch_size(make_batch(job)) // size) if size else 1
-    return peak_allocated(timeline), parts * part + step
+    return peak_allocated(timeline), parts * part.seconds(clock) + step.seconds(clock)
 
 
 def _differences(after: Choices) -> list[_Difference]:
@@ -75,7 +75,12 @@ def _differences(after: Choices) -> list[_Difference]:
         ),
         _Difference(technique="micro-batch", field="micro_batch"),
         _Difference(technique="recompute", field="blocks"),
-        _Difference(technique="compile", field="compiled", fidelity=fused_kernels),
+        _Difference(
+            technique="compile",
+            field="compiled",
+            with_it=("compiled_others",),
+            fidelity=fused_kernels,
+        ),
         _Difference(technique="loss", field="loss_chunk", with_it=("head",)),
         _Difference(technique="optimizer in backward", field="optimizer_in_backward"),
         _Difference(technique="fused optimizer", field="fused_optimizer"),

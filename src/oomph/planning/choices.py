@@ -27,6 +27,8 @@ class Choices:
     """By the block's path: `keep`, `recompute`, or `recompute saving attention#0 product#2`."""
     compiled: bool = False
     """Whether each block is compiled."""
+    compiled_others: tuple[str, ...] = ()
+    """Modules outside the blocks that are compiled too, by path."""
     head: str = ""
     """The path of the output layer whose logits are never materialised."""
     loss_chunk: int | None = None
@@ -62,7 +64,11 @@ class Choices:
 
     def as_dict(self) -> dict[str, Any]:
         """The choices as plain JSON; these keys stay."""
-        return {**dataclasses.asdict(self), "blocks": dict(self.blocks)}
+        return {
+            **dataclasses.asdict(self),
+            "blocks": dict(self.blocks),
+            "compiled_others": list(self.compiled_others),
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Choices:
@@ -76,13 +82,15 @@ class Choices:
             wrong_bool = isinstance(value, bool) and bool not in expected
             if not isinstance(value, expected) or wrong_bool:
                 raise BadInput(f"the plan's {name} cannot be {value!r}")
-        return cls(**values)
+        others = tuple(values.get("compiled_others", ()))
+        return cls(**{**values, "compiled_others": others})
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "micro_batch": (int, type(None)),
     "loss_chunk": (int, type(None)),
     "blocks": (dict,),
+    "compiled_others": (list,),
 }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from oomph.errors import BadInput
 from oomph.estimation import Estimate, Verdict, estimate
@@ -24,6 +23,7 @@ PRECISION = 0.01
 LARGEST_STRIDE = 32
 
 MakeJob = Callable[[int], Job]
+LimitedBy = Literal["memory", "model", "search"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Limit:
     next_estimate: Estimate | None
     """The job one size up, which does not fit or is inconclusive; None where memory is not what
     ends it."""
-    limited_by: Literal["memory", "model", "search"]
+    limited_by: LimitedBy
     reason: str
     """Why nothing larger was tried, where memory is not the reason."""
     step: int
@@ -104,39 +104,54 @@ def largest(
     if gpu is None and budget is None:
         raise BadInput("nothing limits a job on the CPU but a budget: give one, as 16GiB")
     began = time.perf_counter()
-    predict = functools.partial(
-        estimate, gpu=gpu, budget=budget, phases=phases, allocator=allocator
-    )
-    search = _Search(make_job=make_job, predict=predict, step=check_count("the step", step, MOST))
-    search.begin(check_count(f"the {what}", start, MOST))
-    while (size := search.next_size()) is not None:
-        search.try_out(size)
-    low, high = search.fitting, search.too_large
-    value = low if low is not None else search.least
-    by_memory = low is None or high is not None
-    ended = f"the search ends at {MOST:,}"
+
+    def predict(job: Job, size: int) -> Estimate:
+        return estimate(job, gpu=gpu, budget=budget, phases=phases, allocator=allocator)
+
+    search = Search(make_job=make_job, predict=predict, step=check_count("the step", step, MOST))
+    search.run(check_count(f"the {what}", start, MOST))
     return Limit(
         what=what,
-        value=value,
-        estimate=search.tried[value],
-        next_value=high if low is not None else None,
-        next_estimate=search.tried[high] if low is not None and high is not None else None,
-        limited_by="memory" if by_memory else "model" if search.refusal else "search",
-        reason="" if by_memory else search.refusal or ended,
+        value=search.value,
+        estimate=search.tried[search.value],
+        next_value=search.next_value,
+        next_estimate=search.tried[search.next_value] if search.next_value is not None else None,
+        limited_by=search.limited_by,
+        reason=search.reason,
         step=step,
         rehearsals=len(search.tried),
         seconds=time.perf_counter() - began,
     )
 
 
+class Tried(Protocol):
+    """What a search has to know of a size it tried."""
+
+    @property
+    def fits(self) -> bool: ...
+
+    @property
+    def budget(self) -> int | None: ...
+
+    @property
+    def smallest_budget(self) -> int | None:
+        """What it needs; None where it is not known, and the search bisects."""
+
+
+T = TypeVar("T", bound=Tried)
+
+
 @dataclass(kw_only=True)
-class _Search:
+class Search(Generic[T]):
     """Sizes tried so far, and where to try next."""
 
     make_job: MakeJob
-    predict: Callable[[Job], Estimate]
+    predict: Callable[[Job, int], T]
+    """Given a job and its size."""
     step: int
-    tried: dict[int, Estimate] = field(default_factory=dict)
+    near_enough: float = 0.0
+    """Ends the search where no more than this part of the answer is left untried above it."""
+    tried: dict[int, T] = field(default_factory=dict)
     least: int = 1
     most: int = MOST
     refusal: str = ""
@@ -154,6 +169,36 @@ class _Search:
         """The smallest size above it that is known not to."""
         low = self.fitting or 0
         return min((size for size in self.tried if size > low), default=None)
+
+    @property
+    def value(self) -> int:
+        """The answer: the largest that fits; where none does, the smallest there is."""
+        return self.least if self.fitting is None else self.fitting
+
+    @property
+    def next_value(self) -> int | None:
+        """The size above the answer that does not fit."""
+        return self.too_large if self.fitting is not None else None
+
+    @property
+    def limited_by(self) -> LimitedBy:
+        """What ended it."""
+        if self.fitting is None or self.too_large is not None:
+            return "memory"
+        return "model" if self.refusal else "search"
+
+    @property
+    def reason(self) -> str:
+        """Why nothing larger was tried, where memory is not the reason."""
+        if self.limited_by == "memory":
+            return ""
+        return self.refusal or f"the search ends at {MOST:,}"
+
+    def run(self, start: int) -> None:
+        """Try sizes from `start` on until the answer is known."""
+        self.begin(start)
+        while (size := self.next_size()) is not None:
+            self.try_out(size)
 
     def begin(self, start: int) -> None:
         """Try the first size: on a multiple of the step unless only `start` itself is taken."""
@@ -173,7 +218,7 @@ class _Search:
             self._find_bound(size, error)
             return
         last = next(reversed(self.tried.values()), None)
-        self.tried[size] = self.predict(job)
+        self.tried[size] = self.predict(job, size)
         same_way = last is not None and last.fits == self.tried[size].fits
         self.streak = self.streak + 1 if same_way else 0
 
@@ -200,6 +245,8 @@ class _Search:
         last = self._below(high) if high is not None else self.most
         if low == self.most or high == self.least or first > last:
             return None
+        if low is not None and high is not None and high - low <= self.near_enough * low:
+            return None
         guess = self._guess(low, high)
         on_grid = guess if guess < self.step else guess // self.step * self.step
         return min(max(on_grid, first), last)
@@ -214,9 +261,11 @@ class _Search:
 
     def _guess(self, low: int | None, high: int | None) -> int:
         """Where a line through two estimates meets the budget, or a little beyond to enclose it."""
-        if len(self.tried) == 1:
-            return 2 * low if low is not None else (high or 0) // 2
         root = self._root(low, high)
+        if root is None:
+            if low is not None and high is not None:
+                return (low + high) // 2
+            return 2 * low if low is not None else (high or 0) // 2
         reach = max(math.ceil(PRECISION * root), self.step if root > self.step else 1)
         if low is None:
             return min(root, (high or 0) - reach)
@@ -228,13 +277,17 @@ class _Search:
             return (low + high) // 2
         return min(max(root, low + reach), high - reach)
 
-    def _root(self, low: int | None, high: int | None) -> int:
-        """The size that needs the budget: between the two that enclose it, or beyond two others."""
-        sizes = sorted(self.tried)
-        if low is not None and high is not None:
-            sizes = [low, high]
-        one, other = sizes[:2] if low is None else sizes[-2:]
-        need, larger_need = (self.tried[size].smallest_budget for size in (one, other))
+    def _root(self, low: int | None, high: int | None) -> int | None:
+        """The size that needs the budget, by the line through the two nearest whose need is known;
+        None where fewer are."""
+        needs = {size: tried.smallest_budget for size, tried in self.tried.items()}
+        known = sorted((size, need) for size, need in needs.items() if need is not None)
+        if len(known) < 2:
+            return None
+        below = [pair for pair in known if low is not None and pair[0] <= low]
+        above = known[len(below) :]
+        nearest = [*below[-1:], *above[:1]] if below and above else above[:2] or below[-2:]
+        (one, need), (other, larger_need) = nearest
         budget = self.tried[one].budget
         assert budget is not None
         if larger_need <= need:

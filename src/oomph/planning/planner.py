@@ -11,7 +11,6 @@ less room.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import math
 import time
@@ -28,7 +27,7 @@ from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, batch_size, make_batch
 from oomph.planning.audition import Audition, audition
 from oomph.planning.changes import describe_changes
-from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Weights
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
@@ -45,6 +44,15 @@ from oomph.units import format_bytes, parse_bytes
 LOSS_CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
 #: With which a chunked loss is heard; the others follow from it.
 HEARD_CHUNK = 2048
+#: How much faster a plan with other weights must be to be preferred.
+FORMAT_HANDICAP = 1.02
+MASTERS: Weights = "bf16 with fp32 masters"
+#: How much faster a smaller micro-batch must be able to get to be heard at all.
+WORTH_HEARING = 0.005
+#: The part of the budget that is left for fragmentation before any plan is checked.
+FIRST_MARGIN = 0.015
+#: What it takes, at a guess, to give cached memory back and ask for it anew.
+RETRY_SECONDS = 4e-3
 #: How often a plan that failed its check is solved again with less room.
 MOST_CHECKS = 12
 
@@ -97,8 +105,6 @@ class _Candidate:
     number: int
     heard: Audition = dataclasses.field(compare=False)
     solution: Solution = dataclasses.field(compare=False)
-    room: int = dataclasses.field(compare=False)
-    """What the solver was told it may use; 0 for the leanest there is."""
     choices: Choices = dataclasses.field(compare=False)
 
 
@@ -113,6 +119,8 @@ class _Planner:
     notes: list[str] = dataclasses.field(default_factory=list)
     heard: list[Audition] = dataclasses.field(default_factory=list)
     made_for: MadeFor | None = None
+    _weights: str | None = None
+    """The way to hold the weights that was best for the first size."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def plan(self) -> Plan:
@@ -122,8 +130,8 @@ class _Planner:
         self.found = survey(self.job, self.gpu, self.clock, self._remember)
         self.batch = make_batch(self.job)
         self.notes += self.found.left_alone
-        queue = self._candidates()
-        estimate, candidate = self._check_until_one_fits(queue)
+        self._hear_all()
+        estimate, candidate = self._check_until_one_fits()
         candidate, estimate = self._without_what_is_not_needed(candidate, estimate)
         changes = self._changes(candidate, estimate)
         return self._report(candidate, estimate, changes, time.perf_counter() - began)
@@ -134,26 +142,32 @@ class _Planner:
 
     # -- what could be done -----------------------------------------------------------------------
 
-    def _candidates(self) -> list[_Candidate]:
-        """Solutions for each way to run the job, as a heap; small batches only if they may win."""
-        queue: list[_Candidate] = []
-        for size in self._micro_batches():
-            best = queue[0].seconds if queue else math.inf
-            fastest = math.inf
-            for base in self._bases(size):
-                heard = self._hear(base)
-                if heard is None:
-                    continue
-                fastest = min(fastest, heard.fastest)
-                for candidate in self._solutions(heard):
-                    heapq.heappush(queue, candidate)
-            # Smaller ones launch more and multiply smaller matrices: not even with everything kept
-            # would they be faster than this.
-            if queue and min(queue[0].seconds, best) <= fastest * (1 + 1e-9):
+    def _hear_all(self) -> None:
+        """Hear every way to run the job that may win."""
+        sizes = self._micro_batches()
+        best, best_at = math.inf, 0
+
+        def hear(at: int) -> float:
+            """Hear one size; returns its seconds with everything kept."""
+            nonlocal best, best_at
+            heard = [self._hear(base) for base in self._bases(sizes[at])]
+            room = self._room()
+            solved = min((one for h in heard for one in self._solutions(h, room)), default=None)
+            if solved is not None:
+                seconds = solved.heard.seconds(solved.solution)
+                if seconds < best:
+                    best, best_at = seconds, at
+                self._weights = self._weights or solved.choices.weights
+            return min(variant.fastest for one in heard for variant in self._chunked(one))
+
+        for at in range(0, len(sizes), 2):
+            # Smaller micro-batches launch more and multiply smaller matrices: where not even
+            # keeping everything makes them faster, smaller ones need not be heard.
+            if hear(at) * (1 + WORTH_HEARING) >= best:
                 break
-        if not self.heard:
-            raise CannotRehearse("none of the ways to run this job can be rehearsed")
-        return queue
+        for at in (best_at - 1, best_at + 1):
+            if 0 < at < len(sizes) and at % 2:
+                hear(at)
 
     def _micro_batches(self) -> list[int | None]:
         total = batch_size(self.batch)
@@ -170,12 +184,14 @@ class _Planner:
         if precision == "fp32" and self.gpu is not None and self.allow.allows(Fidelity.ROUNDING):
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
         mixed = precision in ("bf16-mixed", "fp16-mixed")
+        compiled = self.compiles and self._may_compile(mixed)
         head = self._head()
         rows = self._rows(size)
         base = Choices(
             precision=precision,
             micro_batch=size,
-            compiled=self.compiles and self._may_compile(mixed),
+            compiled=compiled,
+            compiled_others=self.found.others if compiled else (),
             head=head,
             loss_chunk=min(HEARD_CHUNK, rows) if head else None,
             fused_optimizer=self.found.can_fuse,
@@ -185,7 +201,10 @@ class _Planner:
         if mixed and not base.compiled:
             bases.append(dataclasses.replace(base, cast_cache=False))
         if precision == "bf16-mixed" and self.allow.allows(Fidelity.ROUNDING):
-            bases.append(dataclasses.replace(base, weights="bf16 with fp32 masters"))
+            bases.append(dataclasses.replace(base, weights=MASTERS))
+        # Which weights are better hardly depends on the size: the first one decides.
+        if self._weights is not None:
+            bases = [one for one in bases if one.weights == self._weights]
         if self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
             bases += [dataclasses.replace(one, low_bit_state=True) for one in bases]
         return bases
@@ -217,7 +236,7 @@ class _Planner:
 
     # -- hearing and solving ----------------------------------------------------------------------
 
-    def _hear(self, base: Choices) -> Audition | None:
+    def _hear(self, base: Choices) -> Audition:
         size = base.micro_batch or batch_size(self.batch)
         self.say(f"trying micro-batches of {size}")
         try:
@@ -226,7 +245,7 @@ class _Planner:
             if base.compiled:
                 self.notes.append(f"blocks are not compiled: {error}")
                 self.compiles = False
-                return self._hear(dataclasses.replace(base, compiled=False))
+                return self._hear(dataclasses.replace(base, compiled=False, compiled_others=()))
             raise
         if base.head and not heard.loss_is_chunked:
             self.notes.append(
@@ -238,29 +257,29 @@ class _Planner:
         self.heard.append(heard)
         return heard
 
-    def _solutions(self, heard: Audition) -> Iterator[_Candidate]:
-        """The fastest for each chunk of the loss, and the leanest of all."""
-        room = self._room()
+    def _solutions(self, heard: Audition, room: int) -> Iterator[_Candidate]:
+        """The fastest for each chunk of the loss that leaves one."""
         for variant in self._chunked(heard):
             solution = solve(variant.chain, room)
             if solution is not None:
-                yield self._candidate(variant, solution, room)
-        smallest = min(self._chunked(heard), key=lambda one: leanest(one.chain).peak)
-        yield self._candidate(smallest, leanest(smallest.chain), 0)
+                yield self._candidate(variant, solution)
 
-    def _candidate(self, heard: Audition, solution: Solution, room: int) -> _Candidate:
+    def _candidate(self, heard: Audition, solution: Solution) -> _Candidate:
+        # Another number format must buy something.
+        handicap = 1.0 if heard.choices.weights == "own" else FORMAT_HANDICAP
         return _Candidate(
-            seconds=heard.seconds(solution),
+            seconds=heard.seconds(solution) * handicap,
             number=next(self._numbers),
             heard=heard,
             solution=solution,
-            room=room,
             choices=heard.choose(solution),
         )
 
     def _room(self) -> int:
         """What tensors may take of the budget, before fragmentation is known."""
-        return self.budget - (device_overhead(self.gpu).high if self.gpu is not None else 0)
+        if self.gpu is None:
+            return self.budget
+        return int((self.budget - device_overhead(self.gpu).high) * (1 - FIRST_MARGIN))
 
     def _chunked(self, heard: Audition) -> list[Audition]:
         """The same step with other chunks of the loss, without hearing it again."""
@@ -282,42 +301,55 @@ class _Planner:
 
     # -- checking ---------------------------------------------------------------------------------
 
-    def _check_until_one_fits(self, queue: list[_Candidate]) -> tuple[Estimate, _Candidate]:
-        checked: set[Choices | Any] = set()
-        smallest = math.inf
-        leanest_left = min(
-            (one for one in queue if one.room == 0), key=lambda one: one.solution.peak
-        )
+    def _check_until_one_fits(self) -> tuple[Estimate, _Candidate]:
+        """Check the fastest, and where it fails solve all again with that much less room."""
+        room = self._room()
+        least = math.inf
+        best: tuple[float, Estimate, _Candidate] | None = None
+        checked: set[str] = set()
         for _ in range(MOST_CHECKS):
-            if not queue:
+            candidate = self._fastest(room, checked)
+            if candidate is None:
                 break
-            candidate = heapq.heappop(queue)
-            # The leanest ways are there for when nothing else is: the solver knows of them too.
-            if candidate.room == 0 and candidate.solution.peak > self._room() * 1.05:
-                continue
-            key = str(candidate.choices)
-            if key in checked:
-                continue
-            checked.add(key)
+            checked.add(str(candidate.choices))
             estimate, candidate = self._check(candidate)
             if estimate.fits:
-                return estimate, candidate
-            smallest = min(smallest, estimate.smallest_budget)
-            if candidate.room:
-                room = candidate.room - max(
-                    estimate.smallest_budget - self.budget, candidate.room // 200
-                )
-                solution = solve(candidate.heard.chain, room)
-                if solution is not None:
-                    heapq.heappush(queue, self._candidate(candidate.heard, solution, room))
-        return self._refuse(leanest_left, smallest)
+                # Cleaning up the cache in every step takes time: a little less room may be faster.
+                seconds = candidate.seconds + estimate.allocator_retries * RETRY_SECONDS
+                if best is None or seconds < best[0]:
+                    best = (seconds, estimate, candidate)
+                if not estimate.allocator_retries or best[0] < seconds:
+                    break
+                missing = room // 100
+            elif best is not None:
+                break
+            else:
+                least = min(least, estimate.smallest_budget)
+                missing = max(estimate.smallest_budget - self.budget, room // 200)
+            room = min(room, candidate.solution.peak) - missing
+        return best[1:] if best is not None else self._refuse(least)
 
-    def _refuse(self, candidate: _Candidate, smallest: float) -> tuple[Estimate, _Candidate]:
+    def _fastest(self, room: int, without: set[str]) -> _Candidate | None:
+        """The fastest way to run the job in this room that was not checked yet."""
+        found = [
+            candidate
+            for heard in self.heard
+            for candidate in self._solutions(heard, room)
+            if str(candidate.choices) not in without
+        ]
+        return min(found, default=None)
+
+    def _refuse(self, least: float) -> tuple[Estimate, _Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""
-        estimate, candidate = self._check(candidate)
+        lean = [
+            self._candidate(variant, leanest(variant.chain))
+            for heard in self.heard
+            for variant in self._chunked(heard)
+        ]
+        estimate, candidate = self._check(min(lean, key=lambda one: one.solution.peak))
         if estimate.fits:
             return estimate, candidate
-        need = int(min(smallest, estimate.smallest_budget))
+        need = int(min(least, estimate.smallest_budget))
         raise DoesNotFit(
             f"no plan fits {format_bytes(self.budget)}: the leanest needs {format_bytes(need)}"
             f" ({self._advice()})",
@@ -389,6 +421,7 @@ class _Planner:
     ) -> Plan:
         assert self.made_for is not None
         unlimited = min(one.fastest for heard in self.heard for one in self._chunked(heard))
+        seconds = candidate.heard.seconds(candidate.solution)
         return Plan(
             made_for=self.made_for,
             budget=self.budget,
@@ -397,8 +430,8 @@ class _Planner:
                 peak=estimate.peak,
                 high=estimate.interval["device"].high,
                 categories_at_peak=estimate.categories_at_peak,
-                seconds=candidate.seconds,
-                unlimited_seconds=min(unlimited, candidate.seconds),
+                seconds=seconds,
+                unlimited_seconds=min(unlimited, seconds),
                 samples=batch_size(self.batch),
                 tokens=self._tokens(),
             ),

@@ -21,9 +21,9 @@ from oomph.planning.choices import KEEP, RECOMPUTE, saving
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import storage_key, tensors_in
-from oomph.techniques import low_bit_state
 from oomph.techniques.chunked_loss import find_heads
 from oomph.techniques.fused_optimizer import can_fuse
+from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.micro_batch import why_whole
 from oomph.techniques.optimizer_in_backward import check_per_parameter
 from oomph.techniques.recompute import KINDS
@@ -56,6 +56,8 @@ class Survey:
     """What planning has to know of a model before it begins."""
 
     blocks: tuple[Block, ...]
+    others: tuple[str, ...]
+    """Modules outside the blocks, written in Python op by op, that are worth compiling."""
     heads: dict[str, tuple[int, int]]
     """Output layers over a large vocabulary, by path: how wide they are, and their input."""
     trainable: int
@@ -100,6 +102,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
     )
     return Survey(
         blocks=tuple(seen.block(path) for path in chosen if path not in seen.hooked),
+        others=seen.others(chosen),
         heads=seen.heads,
         trainable=seen.trainable,
         can_fuse=seen.can_fuse,
@@ -120,6 +123,7 @@ class _Seen:
         self.can_fuse = self.can_low_bit = self.steps_per_parameter = False
         self.calls: list[Call] = []
         self.families: list[Any] = []
+        self._model: nn.Module | None = None
         self.heads: dict[str, tuple[int, int]] = {}
         self.whole_because = ""
         self.hooked: set[str] = set()
@@ -133,13 +137,14 @@ class _Seen:
     ) -> None:
         """Look at the modules, and at each call of one that may be a block."""
         assert optimizer is not None
+        self._model = model
         self._look(model, optimizer)
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.can_fuse = can_fuse(optimizer) and not all(
             group.get("fused") for group in optimizer.param_groups
         )
-        self.can_low_bit = not low_bit_state._why_not(optimizer)
-        self.steps_per_parameter = _steps_per_parameter(optimizer)
+        self.can_low_bit = _is_accepted(lambda: low_bit_state(optimizer)())
+        self.steps_per_parameter = _is_accepted(lambda: check_per_parameter(optimizer, ""))
         self.families = families(model)
         self.heads = {
             path: (head.out_features, head.in_features) for path, head in find_heads(model)
@@ -167,6 +172,20 @@ class _Seen:
         self._kinds[path] = (type(module), weights, shapes)
         self._sizes[path] = sum(p.numel() for p in module.parameters())
         self._ops.setdefault(self._kinds[path], tuple(log.ops))
+
+    def others(self, blocks: Sequence[str]) -> tuple[str, ...]:
+        """Small modules of a library's own, such as norms, that stand outside the blocks."""
+        assert self._model is not None
+        inside = tuple(f"{path}." for path in blocks)
+        return tuple(
+            path
+            for path, module in self._model.named_modules()
+            if not path.startswith(inside)
+            and path not in blocks
+            and not list(module.children())
+            and list(module.parameters())
+            and not type(module).__module__.startswith("torch.")
+        )
 
     def block(self, path: str) -> Block:
         """What is known of the block at `path`."""
@@ -214,9 +233,10 @@ def _has_own_hooks(block: nn.Module) -> bool:
     )
 
 
-def _steps_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+def _is_accepted(attempt: Callable[[], None]) -> bool:
+    """Whether a technique that is tried out, and taken back, raises no objection."""
     try:
-        check_per_parameter(optimizer, "planning")
+        attempt()
     except BadInput:
         return False
     return True

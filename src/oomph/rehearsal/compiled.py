@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from oomph.errors import CannotRehearse, OomphError
 from oomph.planning.choices import KEEP, saved_ops
 from oomph.rehearsal.fusion import Program, schedule
-from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.recorder import Bare, Recorder
 from oomph.techniques.recompute import KINDS, replace_forward
 from oomph.techniques.technique import Undo
 
@@ -278,57 +279,79 @@ def _tag(joint: fx.GraphModule, keep: frozenset[str]) -> None:
         node.meta["ac_graph_id"] = 1
 
 
+#: What the timeline calls the op that takes a compiled kernel's buffer.
+COMPILED = "oomph.compiled"
+
+#: A buffer of a program: a tensor where somebody outside needs one, else just its memory.
+_Buffer = Tensor | Bare
+_Meta = tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype]
+
+
 class _StandIn(torch.autograd.Function):
     """Takes and frees the buffers of a compiled block, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, cut: _Cut, recorder: Recorder, *inputs: Tensor) -> Any:
-        buffers: dict[str, Tensor] = dict(zip(cut.forward.inputs, inputs, strict=True))
-        _play(cut.forward, buffers, recorder)
+        buffers: dict[str, _Buffer] = dict(zip(cut.forward.inputs, inputs, strict=True))
         names = cut.forward.outputs
-        results = [
-            _shaped(buffers[name], *meta)
-            for name, meta in zip(names[: cut.outputs], cut.metas, strict=True)
-        ]
+        metas = dict(zip(names[: cut.outputs], cut.metas, strict=True))
+        _play(cut.forward, buffers, metas, recorder)
         ctx.cut, ctx.recorder = cut, recorder
         ctx.kept = [buffers[name] for name in names[cut.outputs :]]
         ctx.wants = [(t.requires_grad, tuple(t.shape), t.dtype) for t in inputs]
-        return tuple(results)
+        return tuple(_shaped(buffers[name], meta) for name, meta in metas.items())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cut: _Cut = ctx.cut
         kept, ctx.kept = ctx.kept, None
         tangents = [gradient for gradient in gradients if gradient is not None]
-        buffers = dict(zip(cut.backward.inputs, [*kept, *tangents], strict=True))
+        buffers: dict[str, _Buffer] = dict(
+            zip(cut.backward.inputs, [*kept, *tangents], strict=True)
+        )
         del kept
-        _play(cut.backward, buffers, ctx.recorder)
-        grads: list[Tensor | None] = []
-        names = iter(cut.backward.outputs)
-        for wanted, shape, dtype in ctx.wants:
-            name = next(names)
-            if not wanted or not name:
-                grads.append(None)
-                continue
-            grads.append(_shaped(buffers[name], shape, None, dtype))
+        metas: dict[str, _Meta] = {}
+        named: list[str] = []
+        for name, (wanted, shape, dtype) in zip(cut.backward.outputs, ctx.wants, strict=True):
+            named.append(name if wanted else "")
+            if wanted and name:
+                metas[name] = (shape, None, dtype)
+        _play(cut.backward, buffers, metas, ctx.recorder)
+        grads = [_shaped(buffers[name], metas[name]) if name else None for name in named]
         return (None, None, *grads)
 
 
-def _play(program: Program, buffers: dict[str, Tensor], recorder: Recorder) -> None:
-    """Take and free buffers in the program's order; results stay in `buffers`."""
+def _play(
+    program: Program, buffers: dict[str, _Buffer], metas: dict[str, _Meta], recorder: Recorder
+) -> None:
+    """Take and free buffers in the program's order; those of `metas` as tensors."""
     for step in program.steps:
         for name in step.frees_first:
             buffers.pop(name, None)
         for name, size in step.takes:
-            buffers[name] = torch.empty(size, dtype=torch.uint8, device="cuda")
+            if name in metas:
+                buffers[name] = _take_tensor(size, metas[name])
+            else:
+                buffers[name] = recorder.take(size, COMPILED)
         for name in step.frees:
             buffers.pop(name, None)
         recorder.run_kernel(step.work)
 
 
-def _shaped(
-    buffer: Tensor, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype
-) -> Tensor:
-    """The bytes of a buffer as a tensor of this shape."""
+def _take_tensor(size: int, meta: _Meta) -> Tensor:
+    shape, stride, dtype = meta
+    if math.prod(shape) * dtype.itemsize != size:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+    if stride is None:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+def _shaped(buffer: _Buffer, meta: _Meta) -> Tensor:
+    """A buffer as a tensor of this shape."""
+    shape, stride, dtype = meta
+    assert isinstance(buffer, Tensor)
+    if buffer.shape == shape and buffer.dtype is dtype:
+        return buffer
     flat = buffer.detach().view(-1) if buffer.dtype is dtype else buffer.detach().view(dtype)
     return flat.as_strided(shape, stride or torch.empty(shape, device="meta").stride())

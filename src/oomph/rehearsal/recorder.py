@@ -65,6 +65,19 @@ class _Storage:
         self.reference: weakref.ref[Any] | None = None
 
 
+class Bare:
+    """Memory without a tensor: what a compiled kernel takes, freed when nobody holds it."""
+
+    __slots__ = ("_block", "_recorder")
+
+    def __init__(self, recorder: Recorder, block: Block) -> None:
+        self._recorder = recorder
+        self._block = block
+
+    def __del__(self) -> None:
+        self._recorder._free(self._block)
+
+
 class Recorder(TorchDispatchMode):
     """Writes the timeline of whatever runs while it is active."""
 
@@ -347,6 +360,10 @@ class Recorder(TorchDispatchMode):
                 self._allocate(size, key, Category.WORKSPACE)
         late = [b for b in bursts if b.after is None or b.after >= len(outputs)]
         self._pass(str(func), late)
+
+    def take(self, size: int, op: str) -> Bare:
+        """Memory of the GPU that no tensor stands for."""
+        return Bare(self, self._allocate(size, op))
 
     def _pass(self, op: str, bursts: Sequence[Burst]) -> None:
         """Scratch comes and goes, the last block first."""

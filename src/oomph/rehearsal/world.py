@@ -63,7 +63,8 @@ class _DeviceAnswers(TorchFunctionMode):
     def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
         if device is None and func in torch.utils._device._device_constructors():
-            device = torch.utils._device.CURRENT_DEVICE
+            # Python that names no device means the host, in a hook of backward as anywhere.
+            device = torch.utils._device.CURRENT_DEVICE or CPU
         elif device is None and func is torch.Tensor.new_tensor:
             device = args[0].device
         if device is None or _is_meta(device):
@@ -226,6 +227,8 @@ def _pretend_gpu(gpu: GPU) -> Iterator[Recorder]:
         for module in (torch, torch.autograd):
             enter(mock.patch.object(module, "inference_mode", _inference_mode))
         enter(readable(recorder))
+        # Else newer versions run backward, hooks included, without the function mode below.
+        enter(mock.patch.object(torch.autograd, "has_torch_function", lambda _: False))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(recorder)
         enter(_DeviceAnswers(recorder))

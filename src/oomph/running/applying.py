@@ -103,6 +103,9 @@ def _apply_to_blocks(
             do(recompute(block, saved_ops(how)))
         if choices.compiled:
             do(compile_block(block))
+    for path in choices.compiled_others:
+        other = find_module(model, path)
+        do(compile_with(other, KEEP) if compile_with is not None else compile_block(other))
 
 
 def find_module(model: nn.Module, path: str) -> nn.Module:

@@ -36,8 +36,8 @@ from oomph.techniques.technique import Undo
 BLOCK = 256
 #: Parameters with fewer elements keep fp32 averages: there is little to save.
 SMALLEST = 4096
-#: Elements of a parameter that are worked on at once; a multiple of `BLOCK`. With fewer an H200 waits
-#: for the host, which starts some fifty kernels per slice.
+#: Elements of a parameter that are worked on at once; a multiple of `BLOCK`. With fewer, an H200
+#: waits for the host, which starts some fifty kernels per slice.
 SLICE = 1 << 23
 
 #: Two steps that together cover a square evenly (the R2 sequence).
@@ -93,28 +93,26 @@ def low_bit_state(optimizer: torch.optim.Optimizer, *, stochastic_rounding: bool
     bf16 parameters are stepped in fp32 and rounded at random, or to the nearest if that is not
     wanted. Undo reads the averages back to what plain Adam keeps.
     """
-    why = _why_not(optimizer)
-    if why:
-        raise BadInput(f"8-bit state is made for plain Adam and AdamW: {why}")
+    if not runs_step_of(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        raise BadInput(f"8-bit state is for Adam and AdamW, not for {type(optimizer).__name__}")
+    for group in optimizer.param_groups:
+        _check_group(group)
     low_bit = _LowBitAdam(optimizer, stochastic_rounding)
     return low_bit.undo
 
 
-def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    if not runs_step_of(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return f"{type(optimizer).__name__} steps in its own way"
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "differentiable"):
-            if group[option]:
-                return f"set {option}=False"
-        if any(isinstance(beta, Tensor) for beta in group["betas"]):
-            return "give betas as numbers, not as tensors"
-        for parameter in group["params"]:
-            if parameter.dtype not in (torch.float32, torch.bfloat16):
-                return f"a parameter is {parameter.dtype}, not float32 or bfloat16"
-            if not parameter.permute(_order(parameter)).is_contiguous():
-                return "a parameter has gaps in memory; make it contiguous"
-    return ""
+def _check_group(group: dict[str, Any]) -> None:
+    """Refuse what this step does not do, in words."""
+    for option in ("amsgrad", "differentiable"):
+        if group[option]:
+            raise BadInput(f"8-bit state does not go with {option}=True: set it to False")
+    if any(isinstance(beta, Tensor) for beta in group["betas"]):
+        raise BadInput("8-bit state needs betas as numbers, not as tensors")
+    for parameter in group["params"]:
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise BadInput(f"8-bit state is for fp32 and bf16 parameters, not {parameter.dtype}")
+        if not parameter.permute(_order(parameter)).is_contiguous():
+            raise BadInput("8-bit state needs parameters without gaps: make them contiguous")
 
 
 class _LowBitAdam:
@@ -127,7 +125,7 @@ class _LowBitAdam:
     def __init__(self, optimizer: torch.optim.Optimizer, stochastic_rounding: bool) -> None:
         self._optimizer = optimizer
         self._stochastic_rounding = stochastic_rounding
-        #: Random bits of our own: those of the user's random stream stay his.
+        #: By device: random bits of our own, so that the user's random stream is left alone.
         self._generators: dict[torch.device, torch.Generator] = {}
         self._loading: dict[Any, State] = {}
         # Made for all before any is replaced: running out of memory here changes nothing.
@@ -193,6 +191,7 @@ class _LowBitAdam:
     @torch.no_grad()
     def _step_all(self) -> None:
         for group in self._optimizer.param_groups:
+            _check_group(group)  # it may have been added, or changed, since
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_one(parameter, group)

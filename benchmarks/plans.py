@@ -1,0 +1,397 @@
+"""Plans against reality: `python -m benchmarks.plans --out OUT [--timed N] [--time-limit SECONDS]`.
+
+For many models and budgets a plan is made, with no use of the GPU, and then run in a process of its
+own under a cap that is the plan's budget. Prints how far the measured peaks are from the predicted
+ones, and which plans ran out. Writes `plans.json` into OUT after each pair; a second call goes on
+where the first one stopped. `--table FILE` prints what a file holds anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import logging
+import multiprocessing
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch._inductor.config
+
+from benchmarks.accuracy import statistics_line
+from benchmarks.real_steps import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    attempt,
+    begin,
+    clock,
+    environment,
+    peaks,
+    run_steps,
+    set_up,
+)
+from oomph.errors import DoesNotFit
+from oomph.estimation import estimate
+from oomph.gpus import find_gpu
+from oomph.job import Job
+from oomph.job_sources import job_from_name
+from oomph.planning.plan import Plan
+from oomph.planning.planner import plan as make_plan
+from oomph.rehearsal.hidden import device_overhead
+from oomph.running.applying import apply_choices
+from oomph.running.step import evaluate, train_step
+
+GPU = "h200"
+DOES_NOT_FIT = "does not fit"
+TIMED_OUT = "timed out"
+
+#: Processes that plan at a time, and the seconds they all have together.
+PLANNERS, PLANNING_S = 16, 300
+#: Plans that run at a time, the device memory they may have together, and the seconds each has.
+AT_ONCE, ROOM, PATIENCE_S = 6, 125 << 30, 150
+#: Parts of the untouched job's memory that are given as budgets.
+SHARES = (0.9, 0.6, 0.4)
+
+#: model, batch, seq, precision, optimizer
+_JOBS = """
+llama-3.2-1b 4 2048 bf16-mixed adamw-fused
+tinyllama-1.1b 4 2048 bf16-mixed adamw
+qwen2.5-0.5b 4 2048 bf16-mixed adamw-fused
+qwen3-0.6b 4 2048 bf16-mixed adamw
+gpt2-large 8 1024 bf16-mixed adamw-fused
+gpt2-medium 16 1024 bf16-mixed adamw
+pythia-1b 4 2048 bf16-mixed adamw
+opt-1.3b 8 1024 bf16-mixed sgd-momentum
+smollm2-360m 8 2048 bf16-mixed adamw-fused
+gemma-3-1b 4 1024 bf16-mixed adamw-fused
+olmoe-1b-7b 4 1024 bf16 sgd
+bert-large 32 512 bf16-mixed adamw
+roberta-large 16 512 bf16-mixed adamw-fused
+modernbert-base 16 1024 bf16-mixed adamw
+deberta-v3-base 16 512 bf16-mixed adamw
+t5-base 16 512 bf16-mixed adamw
+t5-large 8 512 bf16-mixed adamw-fused
+bart-large 8 1024 bf16-mixed adamw
+vit-large 64 224 bf16-mixed adamw-fused
+dinov2-large 64 224 bf16-mixed adamw
+convnext-base 64 224 bf16-mixed adamw
+swin-base 64 224 bf16-mixed adamw-fused
+resnet-50 128 224 fp32 sgd-momentum
+whisper-small 8 128 bf16-mixed adamw
+wav2vec2-base 16 48000 bf16-mixed adamw-fused
+"""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A job, and the part of its memory that it may have."""
+
+    model: str
+    batch: int
+    seq: int
+    precision: str
+    optimizer: str
+    share: float
+
+    @property
+    def name(self) -> str:
+        """Names the pair in files."""
+        shape = f"{self.batch}x{self.seq}"
+        return f"{self.model}/{shape}/{self.precision}/{self.optimizer}/{100 * self.share:.0f}%"
+
+    def job(self) -> Job:
+        """The job as a user has it, untouched."""
+        return job_from_name(
+            self.model,
+            batch=self.batch,
+            seq=self.seq,
+            precision=self.precision,
+            optimizer=self.optimizer,
+        )
+
+
+def all_pairs() -> list[Pair]:
+    """Every job with the largest share first, so that a run cut short has seen all models."""
+    jobs = [row.split() for row in _JOBS.strip().split("\n")]
+    return [
+        Pair(
+            model=model,
+            batch=int(batch),
+            seq=int(seq),
+            precision=precision,
+            optimizer=optimizer,
+            share=share,
+        )
+        for share in SHARES
+        for model, batch, seq, precision, optimizer in jobs
+    ]
+
+
+# -- planning, with no use of the GPU ----------------------------------------------------------
+
+
+def plan_or_refusal(job: Job, budget: int | None) -> Entry:
+    """The plan as plain JSON; or a status and the reason why there is none."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    try:
+        return make_plan(job, budget=budget, gpu=GPU).as_dict()
+    except DoesNotFit as error:
+        return {"status": DOES_NOT_FIT, "smallest": error.smallest, "error": str(error)}
+    except Exception:
+        return {"status": FAILED, "error": traceback.format_exc()[-1500:]}
+
+
+def in_parallel(
+    work: Callable[[_Item], _Result], items: Sequence[_Item], *, seconds: float
+) -> Iterator[_Result]:
+    """Results in the order they come, from processes of their own; none after `seconds`."""
+    deadline = time.monotonic() + seconds
+    if not items:
+        return
+    # Spawned: a process that rehearsed can no longer give a forked child the GPU.
+    with multiprocessing.get_context("spawn").Pool(min(PLANNERS, len(items))) as pool:
+        results = pool.imap_unordered(work, items)
+        for _ in items:
+            try:
+                yield results.next(timeout=max(deadline - time.monotonic(), 0))
+            except multiprocessing.TimeoutError:
+                return
+
+
+def plan_pair(pair: Pair) -> tuple[str, Entry]:
+    """A plan for the pair's budget; or, where none fits, for the smallest that is said to do."""
+    job = pair.job()
+    untouched = estimate(job, gpu=GPU).peak.device
+    budget = int(pair.share * untouched)
+    answer = plan_or_refusal(job, budget)
+    if answer.get("status") == DOES_NOT_FIT:
+        budget = answer["smallest"]
+        answer = plan_or_refusal(job, budget)
+    entry = {"untouched": untouched, "budget": budget}
+    return pair.name, entry | (answer if "status" in answer else {"plan": answer})
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def run_pair(pair: Pair, entry: Entry, *, timed: bool) -> Entry:
+    """Train under the plan and its cap, evaluate and save: all that the plan made promises for."""
+    plan = Plan.from_dict(entry["plan"])
+    job = pair.job()
+    training = set_up(job)
+    begin(training, plan.budget)
+    stage, _ = apply_choices(
+        plan.choices,
+        dataclasses.replace(job, batch=training.batch),
+        training.model,
+        training.optimizer,
+        device_type=training.device_type,
+    )
+    step = functools.partial(train_step, stage, training.batch)
+    found: Entry = {"losses": run_steps(step, 2)}
+    if timed:
+        found["seconds"] = clock(step, 3)
+    evaluate(stage, training.batch)
+    for tensor in training.model.state_dict().values():
+        tensor.cpu()
+    return found | peaks() | {"environment": environment()}
+
+
+def _child(pair: Pair, entry: Entry, timed: bool, pipe: Connection) -> None:
+    warnings.simplefilter("ignore")
+    # Several compile at once; each would take all cores.
+    torch._inductor.config.compile_threads = 3
+    pipe.send(attempt(functools.partial(run_pair, pair, entry, timed=timed)))
+
+
+def run_pairs(
+    pairs: Sequence[Pair],
+    document: Entry,
+    *,
+    at_once: int,
+    timed: bool,
+    deadline: float,
+    finish: Callable[[Pair, Entry], None],
+) -> None:
+    """Run planned pairs, several at once while the card has room for their budgets."""
+    context = multiprocessing.get_context("fork")
+    entries = document["pairs"]
+    waiting = sorted(pairs, key=lambda pair: -int(entries[pair.name]["budget"]))
+    running: dict[Pair, tuple[Any, Connection, float]] = {}
+    while waiting or running:
+        now = time.monotonic()
+        for pair in list(waiting):
+            used = sum(entries[other.name]["budget"] for other in running)
+            fits = used + entries[pair.name]["budget"] <= ROOM or not running
+            if now < deadline and len(running) < at_once and fits:
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_child, args=(pair, entries[pair.name], timed, theirs)
+                )
+                process.start()
+                theirs.close()
+                running[pair] = (process, ours, now)
+                waiting.remove(pair)
+        for pair, (process, pipe, since) in list(running.items()):
+            found = _outcome(pipe, since)
+            if found is not None or now > deadline:
+                process.kill()
+                process.join()
+                del running[pair]
+            if found is not None:
+                finish(pair, found)
+        if now > deadline:
+            return
+
+
+def _outcome(pipe: Connection, since: float) -> Entry | None:
+    if pipe.poll(0.05):
+        try:
+            found: Entry = pipe.recv()
+        except EOFError:
+            return {"status": FAILED, "error": "the process died"}
+        return found
+    if time.monotonic() - since > PATIENCE_S:
+        return {"status": TIMED_OUT}
+    return None
+
+
+# -- saying it -------------------------------------------------------------------------------------
+
+
+def render(document: Entry) -> str:
+    """What the pairs show, as markdown."""
+    pairs: dict[str, Entry] = document["pairs"]
+    ran = {name: entry for name, entry in pairs.items() if entry.get("status") == OK}
+    lines = [f"{len(pairs)} pairs planned, {len(ran)} ran; measured against predicted:", ""]
+    for ledger in ("allocated", "reserved"):
+        errors = [100 * (entry[ledger] / _predicted(entry, ledger) - 1) for entry in ran.values()]
+        lines.append(f"- {statistics_line(ledger, errors)}")
+    ratios = [
+        entry["seconds"] / entry["plan"]["predicted"]["seconds"]
+        for entry in ran.values()
+        if "seconds" in entry
+    ]
+    if ratios:
+        lines.append(
+            f"- seconds, measured ÷ predicted, {len(ratios)} timed alone: median"
+            f" {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
+        )
+    lines += [
+        _listed("ran out of memory", _with_status(pairs, OUT_OF_MEMORY)),
+        _listed("took more than the interval", [n for n, entry in ran.items() if overran(entry)]),
+        _listed("allocator gave cache back", [n for n, entry in ran.items() if entry["retries"]]),
+        _listed("refused the budget they named", _with_status(pairs, DOES_NOT_FIT)),
+        _listed("failed otherwise", _with_status(pairs, FAILED, TIMED_OUT)),
+        "",
+        "| pair | untouched GiB | budget GiB | reserved GiB | error % | retries | outcome |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join(lines + [_row(name, entry) for name, entry in pairs.items()]) + "\n"
+
+
+def overran(entry: Entry) -> bool:
+    """Whether a plan took more than the end of its interval."""
+    device = entry["reserved"] + device_overhead(find_gpu(GPU)).expected
+    return bool(device > entry["plan"]["predicted"]["high"])
+
+
+def _predicted(entry: Entry, ledger: str) -> int:
+    return int(entry["plan"]["predicted"]["peak"][ledger])
+
+
+def _with_status(pairs: dict[str, Entry], *statuses: str) -> list[str]:
+    return [name for name, entry in pairs.items() if entry.get("status") in statuses]
+
+
+def _listed(what: str, names: list[str]) -> str:
+    return f"- {what}: {len(names)}" + (f" ({', '.join(names)})" if names else "")
+
+
+def _row(name: str, entry: Entry) -> str:
+    cells = [name, f"{entry['untouched'] / 2**30:.2f}", f"{entry['budget'] / 2**30:.2f}"]
+    if entry.get("status") == OK:
+        error = 100 * (entry["reserved"] / _predicted(entry, "reserved") - 1)
+        cells += [f"{entry['reserved'] / 2**30:.2f}", f"{error:+.2f}", str(entry["retries"])]
+    else:
+        cells += ["", "", ""]
+    return f"| {' | '.join([*cells, entry.get('status', 'not run')])} |"
+
+
+# -- all together ----------------------------------------------------------------------------------
+
+
+def load(path: Path, empty: Entry) -> Entry:
+    """What a file of results holds, or what it begins with."""
+    return dict(json.loads(path.read_text())) if path.exists() else empty
+
+
+def save(path: Path, document: Entry) -> None:
+    """Replace the file by a whole one: who is killed while writing keeps the old."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    part.replace(path)
+
+
+def measure(out: Path, *, timed: int, deadline: float) -> Entry:
+    """Plan and run what the file in `out` does not hold yet."""
+    path = out / "plans.json"
+    document = load(path, {"schema": 1, "pairs": {}})
+    pairs = all_pairs()
+    unplanned = [pair for pair in pairs if pair.name not in document["pairs"]]
+    seconds = min(PLANNING_S, deadline - time.monotonic())
+    for name, entry in in_parallel(plan_pair, unplanned, seconds=seconds):
+        document["pairs"][name] = entry
+        save(path, document)
+        print(f"{name}: {entry.get('status', 'planned')}", flush=True)
+
+    def finish(pair: Pair, found: Entry) -> None:
+        where = found.pop("environment", {})
+        document.update(where)
+        document["pairs"][pair.name] |= found
+        save(path, document)
+        print(f"{pair.name}: {found['status']} {found.get('error', '')[-300:]}", flush=True)
+
+    planned = [pair for pair in pairs if "plan" in document["pairs"].get(pair.name, {})]
+    alone = planned[:: max(len(planned) // timed, 1)][:timed] if timed else []
+    together = [pair for pair in planned if pair not in alone]
+    for these, at_once, is_timed in ((together, AT_ONCE, False), (alone, 1, True)):
+        left = [pair for pair in these if "status" not in document["pairs"][pair.name]]
+        run_pairs(left, document, at_once=at_once, timed=is_timed, deadline=deadline, finish=finish)
+    return document
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, or print what was measured."""
+    parser = argparse.ArgumentParser(prog="benchmarks.plans", description=__doc__)
+    parser.add_argument("--out", type=Path, help="the folder for plans.json")
+    parser.add_argument("--timed", type=int, default=0, help="pairs to run alone and to time")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--table", type=Path, help="print this file and measure nothing")
+    options = parser.parse_args(arguments)
+    if options.table is not None:
+        print(render(json.loads(options.table.read_text())))
+    elif options.out is not None:
+        deadline = time.monotonic() + options.time_limit
+        print(render(measure(options.out, timed=options.timed, deadline=deadline)))
+    else:
+        parser.error("give --out to measure, or --table to print")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The command line. It parses and prints; what it answers comes from the modules it calls.
+
+Nothing here imports torch before a command needs it: `oomph --help` answers at once.
+"""
+
+from oomph.cli.app import app, main, run
+from oomph.cli.catalogues import gpus, models
+from oomph.cli.estimating import estimate, rehearse
+from oomph.cli.planning import plan
+from oomph.cli.training import train
+
+__all__ = ["main", "run"]
+
+# In the order that --help lists them.
+app.command()(estimate)
+app.command(context_settings={"allow_interspersed_args": False})(rehearse)
+app.command()(plan)
+app.command()(train)
+app.command()(gpus)
+app.command()(models)

@@ -1,0 +1,106 @@
+"""`oomph plan`: how to make it fit, as fast as the memory allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from oomph.cli.app import answer, working
+from oomph.cli.options import (
+    ANY_GPU,
+    DEFAULT_GPU,
+    AsJson,
+    BudgetOption,
+    JobOptions,
+    PlanOptions,
+    SolveOption,
+    with_groups,
+)
+from oomph.cli.solving import check_solvable, sizes
+from oomph.errors import BadInput
+from oomph.reporting.plan_questions import describe_best_cards, describe_planned_limit
+from oomph.reporting.plans import describe_attempt
+
+if TYPE_CHECKING:
+    from oomph.planning.attempt import Attempt
+
+
+@with_groups
+def plan(
+    options: JobOptions,
+    how: PlanOptions,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="A card of `oomph gpus`, cpu, or any: the fastest and the cheapest of the cards.",
+        ),
+    ] = DEFAULT_GPU,
+    budget: BudgetOption = None,
+    solve: SolveOption = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            "--prices",
+            metavar="FILE",
+            help="With --gpu any: dollars an hour by card, as TOML; ranks its cards by cost.",
+        ),
+    ] = None,
+    save: Annotated[
+        str | None, typer.Option("--save", metavar="FILE", help="Write the plan's JSON there.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Find the fastest way to run a training step in the memory there is, with no GPU.
+
+    Exit codes: 0 fits, 3 does not fit, 2 usage, 1 internal.
+    """
+    check_solvable(solve, options, gpu)
+    _check_files(gpu, prices, save)
+    with working(f"planning {options.model}") as say:
+        from oomph.planning.attempt import try_plan
+        from oomph.planning.best_cards import best_cards
+        from oomph.planning.largest_planned import largest_planned
+        from oomph.planning.prices import load_prices
+
+        card = None if gpu == "cpu" else gpu
+        under: dict[str, Any] = {"budget": budget, **how.as_arguments(), "say": say}
+        if gpu == ANY_GPU:
+            costs = load_prices(prices) if prices is not None else None
+            best = best_cards(options.job(), prices=costs, **under)
+        elif solve is not None:
+            varied = sizes(solve, options, say, "oomph.planning.largest_planned")
+            limit = largest_planned(gpu=card, **varied, **under)
+        else:
+            attempt = try_plan(options.job(), gpu=card, **under)
+    if gpu == ANY_GPU:
+        return answer(best, describe_best_cards(best), as_json)
+    if solve is not None:
+        _save(limit.attempt, save)
+        return answer(limit, describe_planned_limit(limit), as_json)
+    _save(attempt, save)
+    return answer(attempt, describe_attempt(attempt), as_json)
+
+
+def _check_files(gpu: str, prices: str | None, save: str | None) -> None:
+    """Say now, not after planning, that a file cannot be meant."""
+    if prices is not None and gpu != ANY_GPU:
+        raise BadInput("--prices compares cards: use it with --gpu any")
+    if save is not None and gpu == ANY_GPU:
+        raise BadInput("--save writes the plan for one card, not any; name the card with --gpu")
+    if save is not None and not Path(save).parent.is_dir():
+        raise BadInput(f"cannot save the plan: there is no folder {Path(save).parent}")
+
+
+def _save(attempt: Attempt, path: str | None) -> None:
+    from oomph.planning.attempt import NoPlan
+
+    if path is None or isinstance(attempt, NoPlan):
+        return
+    try:
+        attempt.save(path)
+    except OSError as error:
+        raise BadInput(f"cannot save the plan as {path}: {error.strerror}") from None

@@ -1,0 +1,152 @@
+"""A plan in words and tables: the verdict, the changes as a diff, what it is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from oomph.reporting.report import LEDGER_WORDS, VERDICT_WORDS, Report, Table, smallest_gpus
+from oomph.units import format_bytes
+
+if TYPE_CHECKING:
+    from oomph.planning.attempt import Attempt, NoPlan
+    from oomph.planning.plan import Change, Plan
+
+_FIDELITY_WORDS = {
+    "exact": "the numbers are the untouched job's, but for the order of sums",
+    "rounding": "the numbers are the untouched job's, but for how they are rounded on the way",
+    "lossy": "information is dropped: watch the loss",
+}
+
+
+def describe_attempt(attempt: Attempt) -> Report:
+    """The plan, or that there is none."""
+    from oomph.planning.attempt import NoPlan
+
+    return describe_no_plan(attempt) if isinstance(attempt, NoPlan) else describe_plan(attempt)
+
+
+def describe_plan(plan: Plan) -> Report:
+    """Everything there is to say about a plan."""
+    tables = [_changes(plan), _ledgers(plan), _categories(plan)]
+    return Report(
+        verdict=VERDICT_WORDS[plan.verdict],
+        headline=f"{plan.made_for.job} in {describe_plan_briefly(plan)}",
+        advice=(),
+        tables=tuple(table for table in tables if table.rows),
+        lists=(("Notes", tuple(_notes(plan))),),
+        seconds=plan.planning_seconds,
+    )
+
+
+def describe_plan_briefly(plan: Plan) -> str:
+    """Budget, speed and techniques in a line, without the job's name."""
+    budget, place = format_bytes(plan.budget), plan.made_for.gpu or "the CPU"
+    share = plan.predicted.unlimited_seconds / plan.predicted.seconds
+    speed = f"{plan.predicted.rate} predicted, {share:.0%} of unlimited".replace("%", " %")
+    techniques = ", ".join(map(_say_change, plan.changes)) or "as it is"
+    return f"{budget} on {place} at {speed}: {techniques}"
+
+
+def describe_no_plan(answer: NoPlan) -> Report:
+    """That there is no plan, and the memory for which there would be one."""
+    return Report(
+        verdict=VERDICT_WORDS[answer.verdict],
+        headline=f"{answer.job} on {answer.gpu or 'the CPU'}; {answer.reason}",
+        advice=tuple(_larger_cards(answer)),
+        tables=(),
+        lists=(),
+        seconds=answer.seconds,
+    )
+
+
+def _larger_cards(answer: NoPlan) -> Iterable[str]:
+    if answer.gpu is None:
+        return
+    cards = smallest_gpus(answer.smallest_budget, answer.gpu)
+    names = ", ".join(f"{gpu.name} ({format_bytes(gpu.memory)})" for gpu in cards)
+    if names:
+        yield f"The smallest GPUs that would hold it: {names}."
+
+
+def _say_change(change: Change) -> str:
+    """`recompute 9 of 16 blocks`, or the technique alone where there is only yes and no."""
+    if change.after in ("yes", "no"):
+        return change.technique if change.after == "yes" else f"no {change.technique}"
+    return f"{change.technique} {change.after}"
+
+
+def _changes(plan: Plan) -> Table:
+    return Table(
+        title="What changes, and what each change is worth beside the others",
+        header=("technique", "before → after", "memory saved", "time a step", "fidelity"),
+        rows=tuple(
+            (
+                change.technique,
+                f"{change.before} → {change.after}",
+                format_bytes(change.saves),
+                format_seconds(change.costs, sign=True),
+                str(change.fidelity),
+            )
+            for change in plan.changes
+        ),
+        text=("before → after", "fidelity"),
+    )
+
+
+def _ledgers(plan: Plan) -> Table:
+    peak = plan.predicted.peak
+    if plan.made_for.gpu is None:
+        words = "on the CPU, without what kernels take as scratch"
+        rows = [("tensors", format_bytes(peak.allocated), "–", words)]
+    else:
+        at_most = {"device": format_bytes(plan.predicted.high)}
+        rows = [
+            (name, format_bytes(size), at_most.get(name, "–"), LEDGER_WORDS[name])
+            for name, size in peak.as_dict().items()
+        ]
+    return Table(
+        title=f"Predicted peak, of {format_bytes(plan.budget)}",
+        header=("ledger", "peak", "at most", "what it counts"),
+        rows=tuple(rows),
+        text=("what it counts",),
+    )
+
+
+def _categories(plan: Plan) -> Table:
+    sizes = plan.predicted.categories_at_peak
+    total = sum(sizes.values())
+    return Table(
+        title="Alive at the predicted peak, by category",
+        header=("category", "size", "share"),
+        rows=tuple((name, format_bytes(size), _share(size, total)) for name, size in sizes.items()),
+    )
+
+
+def _notes(plan: Plan) -> Iterable[str]:
+    yield f"fidelity is {plan.fidelity}: {_FIDELITY_WORDS[plan.fidelity]}"
+    step = f"a step is predicted to take {format_seconds(plan.predicted.seconds)}"
+    if plan.made_for.gpu is None:
+        yield f"{step}: on the CPU that compares plans and is no promise"
+    else:
+        yield step
+    if plan.choices.blocks:
+        gap = f"{100 * plan.gap:.1f} %"
+        yield f"another choice for the blocks would be at most {gap} faster, by the same clock"
+    yield from plan.notes
+
+
+def format_seconds(seconds: float, *, sign: bool = False) -> str:
+    """Three digits or so: `1.52 s`, `31.0 ms`, with a sign `+15 µs`."""
+    plus = "+" if sign and round(seconds * 1e6) > 0 else ""
+    size = abs(seconds)
+    if size >= 1:
+        return f"{plus}{seconds:,.2f} s"
+    if size >= 1e-3:
+        return f"{plus}{seconds * 1e3:.1f} ms"
+    return f"{plus}{round(seconds * 1e6)} µs"
+
+
+def _share(size: int, total: int) -> str:
+    percent = 100 * size / total
+    return "<1 %" if percent < 1 else f"{percent:.0f} %"

@@ -1,0 +1,155 @@
+"""Training for real under a plan: one event per step, and what was measured against the prediction.
+
+Nothing here prints; whoever listens does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from oomph.errors import BadInput
+from oomph.estimation import Ledgers
+from oomph.gpus import GPU, find_gpu
+from oomph.job import Job, batch_size, make_batch
+from oomph.planning.plan import Plan
+from oomph.running.run import apply, enforce
+
+SCHEMA_VERSION = 1
+#: The first steps compile, warm caches and make the optimizer's state: they are not timed.
+WARM_UP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """One optimizer step, done."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    seconds: float
+    samples: int
+    tokens: int
+    """0 where the batch holds none."""
+    memory: Ledgers | None
+    """The most so far; None on the CPU, where it is not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """All steps of a training, beside the plan that predicted them."""
+
+    plan: Plan
+    device: str
+    steps: tuple[StepDone, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median step after the first ones."""
+        timed = self.steps[WARM_UP:] or self.steps[-1:]
+        return statistics.median(done.seconds for done in timed)
+
+    @property
+    def memory(self) -> Ledgers | None:
+        """The most there was."""
+        return self.steps[-1].memory
+
+    def as_dict(self) -> dict[str, Any]:
+        """The training as plain JSON; these keys stay."""
+        predicted, memory = self.plan.predicted, self.memory
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "verdict": self.plan.verdict,
+            "job": self.plan.made_for.job,
+            "gpu": self.plan.made_for.gpu,
+            "device": self.device,
+            "steps": len(self.steps),
+            # JSON has no word for what is not finite.
+            "losses": [done.loss if math.isfinite(done.loss) else None for done in self.steps],
+            "step_seconds": [done.seconds for done in self.steps],
+            "predicted": {"peak": predicted.peak.as_dict(), "seconds": predicted.seconds},
+            "measured": {"peak": memory.as_dict() if memory else None, "seconds": self.seconds},
+            "plan": self.plan.as_dict(),
+        }
+
+
+def choose_device(asked: str | None) -> torch.device:
+    """`cpu` or `cuda`; where nothing was asked for, the GPU if there is one."""
+    there = torch.cuda.is_available()
+    if asked not in (None, "cpu", "cuda"):
+        raise BadInput(f"training runs on cpu or cuda, not {asked!r}")
+    if asked == "cuda" and not there:
+        raise BadInput("PyTorch finds no GPU here; --device cpu trains without one")
+    return torch.device(asked or ("cuda" if there else "cpu"))
+
+
+def card_of(device: torch.device) -> GPU | None:
+    """The card of the catalogue that the device is; None for the CPU."""
+    return find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def train(
+    plan: Plan,
+    job: Job,
+    *,
+    device: torch.device,
+    steps: int,
+    loader: Iterable[Any] | None = None,
+) -> Iterator[StepDone]:
+    """Apply the plan and take so many steps; on a GPU its budget is enforced.
+
+    Batches are the loader's, from the beginning again where it ends; without one the job's own.
+    """
+    if steps < 1:
+        raise BadInput(f"training takes at least one step, not {steps}")
+    if isinstance(job.model, nn.Module):
+        job.model.to(device)
+    card = card_of(device)
+    if card is not None:
+        torch.cuda.reset_peak_memory_stats(device)
+        if plan.budget < card.memory:
+            enforce(plan.budget, card, device)
+    with apply(plan, job, device=device) as run:
+        for step, batch in zip(range(1, steps + 1), _batches(job, loader), strict=False):
+            began = time.perf_counter()
+            loss = float(run.step(batch))  # reading the number waits for the GPU
+            yield StepDone(
+                step=step,
+                loss=loss,
+                seconds=time.perf_counter() - began,
+                samples=batch_size(batch),
+                tokens=count_tokens(batch),
+                memory=run.measured(),
+            )
+
+
+def _batches(job: Job, loader: Iterable[Any] | None) -> Iterator[Any]:
+    """Batches without end, each in the dtype of the job."""
+    while True:
+        if loader is None:
+            yield make_batch(job)
+            continue
+        empty = True
+        for batch in loader:
+            empty = False
+            yield make_batch(dataclasses.replace(job, batch=batch))
+        if empty:
+            raise BadInput("the loader gives no more batches; return one that can begin again")
+
+
+def count_tokens(batch: Any) -> int:
+    """Tokens in a batch; 0 where nothing in it looks like them."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return max(
+        (leaf.numel() for leaf in leaves if not leaf.is_floating_point() and leaf.dim() == 2),
+        default=0,
+    )

@@ -1,0 +1,206 @@
+"""The benchmark of plans, as far as it needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import plans
+from benchmarks.plans import (
+    Pair,
+    all_pairs,
+    in_parallel,
+    load,
+    main,
+    overran,
+    plan_pair,
+    run_pair,
+    run_pairs,
+    save,
+)
+from benchmarks.real_steps import set_up
+from oomph.errors import DoesNotFit
+from oomph.job import Job
+from oomph.planning.planner import plan as make_plan
+from oomph.units import GIB
+
+
+def ran(measured: float, predicted: float, **more: Any) -> dict[str, Any]:
+    peak = {"allocated": int(predicted * GIB), "reserved": int(predicted * GIB)}
+    return {
+        "untouched": 40 * GIB,
+        "budget": 24 * GIB,
+        "plan": {"predicted": {"peak": peak, "high": int((predicted + 1) * GIB), "seconds": 0.5}},
+        "status": "ok",
+        "allocated": int(measured * GIB),
+        "reserved": int(measured * GIB),
+        "retries": 0,
+        **more,
+    }
+
+
+def tiny_model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+    )
+
+
+def run_out() -> dict[str, Any]:
+    raise torch.OutOfMemoryError("no room")
+
+
+def run_all(pairs: list[Pair], *, at_once: int, seconds: float) -> dict[str, Any]:
+    found = {}
+    run_pairs(
+        pairs,
+        {"pairs": {pair.name: {"budget": 24 * GIB} for pair in pairs}},
+        at_once=at_once,
+        timed=False,
+        deadline=time.monotonic() + seconds,
+        finish=lambda pair, entry: found.update({pair.name: entry}),
+    )
+    return found
+
+
+def test_at_least_sixty_pairs_of_twenty_models() -> None:
+    pairs = all_pairs()
+    assert len({pair.name for pair in pairs}) == len(pairs) >= 60
+    assert len({pair.model for pair in pairs}) >= 20
+
+
+def test_every_pair_is_a_job() -> None:
+    for pair in all_pairs()[:: len(plans.SHARES)]:
+        make_batch: Any = pair.job().batch
+        assert all(leaf.shape[0] == pair.batch for leaf in make_batch(device="meta").values())
+
+
+def test_a_budget_too_small_becomes_the_smallest_that_is_said_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def make_plan(job: Any, *, budget: int, gpu: str) -> Any:
+        asked.append(budget)
+        if budget < 50:
+            raise DoesNotFit("no plan fits", 50)
+        return SimpleNamespace(as_dict=lambda: {"kind": "oomph plan"})
+
+    untouched = SimpleNamespace(peak=SimpleNamespace(device=100))
+    monkeypatch.setattr(plans, "make_plan", make_plan)
+    monkeypatch.setattr(plans, "estimate", lambda job, gpu: untouched)
+    pair = next(pair for pair in all_pairs() if pair.share == 0.4)
+    expected = {"untouched": 100, "budget": 50, "plan": {"kind": "oomph plan"}}
+    assert plan_pair(pair) == (pair.name, expected)
+    assert asked == [40, 50]
+
+
+def test_work_is_shared_among_processes_and_ends_in_time() -> None:
+    assert sorted(in_parallel(abs, [-1, 2, -3], seconds=60)) == [1, 2, 3]
+    began = time.monotonic()
+    assert list(in_parallel(time.sleep, [60.0], seconds=1)) == []
+    assert time.monotonic() - began < 20
+
+
+def test_a_pair_trains_evaluates_and_is_timed_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job() -> Job:
+        tokens = torch.ones(4, 8, dtype=torch.long)
+        return Job(tiny_model, None, "sgd", {"input_ids": tokens, "labels": tokens})
+
+    caps = []
+    evaluated = []
+    monkeypatch.setattr(Pair, "job", lambda pair: job())
+    monkeypatch.setattr(plans, "set_up", functools.partial(set_up, device="cpu"))
+    monkeypatch.setattr(plans, "begin", lambda training, budget: caps.append(budget))
+    monkeypatch.setattr(plans, "evaluate", lambda stage, batch: evaluated.append(stage))
+    monkeypatch.setattr(plans, "clock", lambda step, count: float(step() > 0))
+    monkeypatch.setattr(plans, "peaks", lambda: {"reserved": GIB})
+    monkeypatch.setattr(plans, "environment", dict)
+    entry = {"plan": make_plan(job(), budget=GIB).as_dict()}
+    alone = run_pair(all_pairs()[0], entry, timed=True)
+    beside = run_pair(all_pairs()[0], entry, timed=False)
+    assert caps == [GIB, GIB]
+    assert len(evaluated) == 2
+    assert alone["losses"] == beside["losses"]
+    assert alone["losses"][0] > alone["losses"][1]
+    assert alone["seconds"] == 1.0
+    assert "seconds" not in beside
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_pairs_end_in_their_own_ways(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    pairs = all_pairs()[:4]
+    ends: dict[str, Callable[[], dict[str, Any]]] = {
+        pairs[0].name: lambda: {"reserved": 1},
+        pairs[1].name: run_out,
+        pairs[2].name: lambda: os._exit(1),
+        pairs[3].name: lambda: time.sleep(60) or {},  # type: ignore[func-returns-value]
+    }
+    monkeypatch.setattr(plans, "PATIENCE_S", 2)
+    monkeypatch.setattr(plans, "run_pair", lambda pair, entry, timed: ends[pair.name]())
+    found = run_all(pairs, at_once=at_once, seconds=60)
+    assert [found[pair.name]["status"] for pair in pairs] == [
+        "ok",
+        "out of memory",
+        "failed",
+        "timed out",
+    ]
+
+
+def test_the_time_limit_leaves_pairs_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "run_pair", lambda pair, entry, timed: time.sleep(60))
+    assert run_all(all_pairs()[:2], at_once=1, seconds=0.3) == {}
+
+
+def test_an_overrun_is_more_than_the_interval() -> None:
+    assert not overran(ran(20.1, 20.0))
+    assert overran(ran(20.5, 20.0))  # with context and kernels, more than 21
+
+
+def test_the_table_counts_errors_and_names_what_ran_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plans.json"
+    out = {**ran(1.0, 1.0), "status": "out of memory"}
+    pairs = {
+        "a": ran(20.0, 20.0, seconds=0.6),
+        "b": ran(20.2, 20.0, retries=2),
+        "c": ran(19.0, 20.0),
+        "d": out,
+    }
+    save(file, {"pairs": pairs})
+    main(["--table", str(file)])
+    printed = capsys.readouterr().out
+    assert "4 pairs planned, 3 ran" in printed
+    assert "reserved: median 1.000 %, 95 % 5.000 %, worst -5.000 %, exact to the byte 1 of 3" in (
+        printed
+    )
+    assert "1 timed alone: median 1.20" in printed
+    assert "ran out of memory: 1 (d)" in printed
+    assert "allocator gave cache back: 1 (b)" in printed
+    assert "| b | 40.00 | 24.00 | 20.20 | +1.00 | 2 | ok |" in printed
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "plans.json"
+    assert load(file, {"pairs": {}}) == {"pairs": {}}
+    save(file, {"pairs": {"a": {}}})
+    assert load(file, {}) == json.loads(file.read_text()) == {"pairs": {"a": {}}}
+    assert list(file.parent.iterdir()) == [file]
