@@ -1,11 +1,14 @@
-"""What oomph does, in under a minute and with no GPU: `make demo`.
+"""What oomph does, in about a minute and with no GPU: `make demo`.
 
-First two estimates for a consumer card; then a small model is really trained on the CPU, and what
-was predicted stands beside what PyTorch's own profiler measured.
+First a large model on a consumer card: will it fit, and a plan that makes it fit. Then small models
+are really trained on the CPU: what was predicted stands beside what PyTorch's own profiler
+measured, and one is trained inside half of the memory it would take, with the losses it would have
+had.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
@@ -18,12 +21,14 @@ from torch import Tensor, nn
 import oomph
 from benchmarks.profiler_memory import measure_cpu_peak
 from oomph.job import build_model, make_batch, make_optimizer
-from oomph.reporting.report import Table, describe
-from oomph.reporting.text import print_estimate, print_table
+from oomph.reporting.plans import describe_plan
+from oomph.reporting.report import Report, Table, describe
+from oomph.reporting.text import print_estimate, print_report, print_table
 from oomph.running.step import Stage, train_step
 from oomph.units import format_bytes
 
 GPU = "rtx-4090"
+COMPARED_STEPS = 4
 STEPS = 2  # the second is the one that counts: optimizer state exists from then on
 
 
@@ -33,20 +38,84 @@ def main() -> None:
     large = oomph.job_from_name("llama-3.1-8b", batch=1, seq=2048, precision="bf16-mixed")
     print_estimate(oomph.estimate(large, gpu=GPU), console)
 
-    _title("A smaller model on the same card, with checkpointing and a fused optimizer", console)
-    small = oomph.job_from_name(
-        "llama-3.2-1b",
-        batch=1,
-        seq=2048,
-        precision="bf16-mixed",
-        optimizer="adamw-fused",
-        checkpointing="full",
-    )
-    report = describe(oomph.estimate(small, gpu=GPU))
-    console.print(f"{report.verdict}: {report.headline}", soft_wrap=True, highlight=False)
+    _title("A model of 1.2 B parameters on the same card: what makes it fit", console)
+    smaller = oomph.job_from_name("llama-3.2-1b", batch=8, seq=2048, precision="bf16-mixed")
+    console.print(_first_line(describe(oomph.estimate(smaller, gpu=GPU))), soft_wrap=True)
+    print_report(describe_plan(oomph.plan(smaller, gpu=GPU)), console)
 
     _title("A small GPT-2, really trained on this CPU: predicted and measured", console)
     _compare_with_the_profiler(console)
+
+    _title("The same, trained inside half of the memory", console)
+    _train_in_half_the_memory(console)
+
+
+def _first_line(report: Report) -> str:
+    return f"{report.verdict}: {report.headline}"
+
+
+def _train_in_half_the_memory(console: Console) -> None:
+    """Plan for half of the natural peak, train both ways, and print both."""
+    torch.manual_seed(0)
+    model = _small_gpt2()
+    untouched = copy.deepcopy(model)
+    batch = _small_batch()
+    phases = ("build", "first step", "step")
+    job = oomph.Job(model, None, torch.optim.AdamW(model.parameters()), batch)
+    natural = oomph.estimate(job, phases=phases).peak.allocated
+    assert isinstance(job.optimizer, torch.optim.Optimizer)
+    run = oomph.fit(model, job.optimizer, None, batch, budget=natural // 2)
+    console.print(_first_line(describe_plan(run.plan)), soft_wrap=True, highlight=False)
+
+    planned: list[float] = []
+    # The weights and the batch are there before the profiler looks.
+    before = sum(t.nbytes for t in (*model.parameters(), *batch.values()))
+    measured = before + measure_cpu_peak(
+        lambda: planned.extend(run.step(batch).item() for _ in range(COMPARED_STEPS))
+    )
+    plain = oomph.Job(untouched, None, torch.optim.AdamW(untouched.parameters()), batch)
+    losses = _losses(plain, COMPARED_STEPS)
+    print_table(
+        Table(
+            title=f"Peak of tensor memory, natural {format_bytes(natural)}",
+            header=("", "predicted", "measured", "budget"),
+            rows=(
+                (
+                    "planned",
+                    format_bytes(run.plan.predicted.peak.allocated),
+                    format_bytes(measured),
+                    format_bytes(run.plan.budget),
+                ),
+            ),
+        ),
+        console,
+    )
+    print_table(
+        Table(
+            title="Losses",
+            header=("step", "planned", "untouched", "difference"),
+            rows=tuple(
+                (str(at + 1), f"{one:.6f}", f"{other:.6f}", f"{one - other:+.1e}")
+                for at, (one, other) in enumerate(zip(planned, losses, strict=True))
+            ),
+        ),
+        console,
+    )
+    run.undo()
+
+
+def _losses(job: oomph.Job, steps: int) -> list[float]:
+    """The losses of a job that oomph does not touch."""
+    model, optimizer = job.model, job.optimizer
+    assert isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    losses = []
+    for _ in range(steps):
+        loss = model(**job.batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def _compare_with_the_profiler(console: Console) -> None:
@@ -99,6 +168,10 @@ def _small_gpt2() -> nn.Module:
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
+        # Micro-batches would draw other random numbers than the whole batch.
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     model: nn.Module = GPT2LMHeadModel(config)
     return model
