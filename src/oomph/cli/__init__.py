@@ -3,9 +3,12 @@
 Nothing here imports torch before a command needs it: `oomph --help` answers at once.
 """
 
+import typer
+
 from oomph.cli.app import app, main, run
 from oomph.cli.catalogues import gpus, models
 from oomph.cli.estimating import estimate, rehearse
+from oomph.cli.measuring import measure
 from oomph.cli.planning import plan
 from oomph.cli.training import train
 
@@ -16,5 +19,8 @@ app.command()(estimate)
 app.command(context_settings={"allow_interspersed_args": False})(rehearse)
 app.command()(plan)
 app.command()(train)
-app.command()(gpus)
+gpus_app = typer.Typer(invoke_without_command=True, help=gpus.__doc__)
+gpus_app.callback()(gpus)
+gpus_app.command()(measure)
+app.add_typer(gpus_app, name="gpus")
 app.command()(models)

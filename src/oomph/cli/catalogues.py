@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from oomph.cli.app import SCHEMA_VERSION, write_json
@@ -15,8 +16,10 @@ from oomph.reporting.text import print_table
 from oomph.units import format_bytes
 
 
-def gpus(as_json: AsJson = False) -> None:
-    """List the GPUs that are known by name."""
+def gpus(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the GPUs that are known by name, or measure the one there is."""
+    if context.invoked_subcommand is not None:
+        return
     if as_json:
         write_json(
             {

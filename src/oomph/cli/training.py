@@ -62,7 +62,7 @@ def train(
         )
     if isinstance(plan, NoPlan):
         return answer(plan, describe_attempt(plan), as_json)
-    with _progress(options.model, steps) as show:
+    with _progress(steps) as show:
         taken = []
         for done in take_steps(plan, job, device=target, steps=steps, loader=loader):
             taken.append(done)
@@ -77,12 +77,12 @@ def _check_plan_file(plan_file: str | None, budget: str | None, how: PlanOptions
 
 
 @contextlib.contextmanager
-def _progress(what: str, steps: int) -> Iterator[Callable[[int, str], None]]:
+def _progress(steps: int) -> Iterator[Callable[[int, str], None]]:
     """A bar on a terminal, nothing elsewhere; what it gives is told of each step."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("{task.fields[words]}", markup=False),
     )
@@ -90,7 +90,7 @@ def _progress(what: str, steps: int) -> Iterator[Callable[[int, str], None]]:
         clean_stdout(),
         Progress(*columns, console=console, disable=not console.is_terminal) as bar,
     ):
-        task = bar.add_task(f"training {what}", total=steps, words="")
+        task = bar.add_task("training", total=steps, words="")
         yield lambda step, words: bar.update(task, completed=step, words=words)
 
 
