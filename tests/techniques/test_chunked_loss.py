@@ -22,12 +22,11 @@ from oomph.rehearsal.world import pretend
 from oomph.techniques import softmax_grad
 from oomph.techniques.chunked_loss import (
     ChunkedForward,
-    LazyLogits,
-    StaleLogits,
     chunk_loss,
     chunked_calls,
     find_heads,
 )
+from oomph.techniques.lazy_logits import LazyLogits, StaleLogits
 from oomph.techniques.softmax_grad import add_product, cross_entropy_chunk
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 37, 16, 3, 7
