@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +114,17 @@ def saving(file, tmp_path_factory) -> tuple[Result, str]:
 @pytest.fixture
 def saved(saving) -> str:
     return saving[1]
+
+
+def test_help_needs_no_torch() -> None:
+    script = (
+        "import sys; from oomph.cli import run; run(['plan', '--help']); run(['train', '--help']); "
+        "sys.exit(f'imported {found}' if (found := {'torch', 'scipy'} & sys.modules.keys()) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--solve" in done.stdout
+    assert "--steps" in done.stdout
 
 
 # --- plan -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -187,3 +188,16 @@ def test_a_model_that_transformers_cannot_checkpoint_is_checkpointed_block_by_bl
 def test_bf16_autocast_is_refused_on_a_card_without_it() -> None:
     with pytest.raises(BadInput, match="t4 knows no bf16: use fp16-mixed"):
         estimate(job_from_name("gpt2", batch=1, seq=64, precision="bf16-mixed"), "t4")
+
+
+def test_a_part_that_its_user_set_to_evaluate_stays_so() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].eval()
+    assert build_model(Job(model, batch=torch.ones(2, 2))) is model
+    assert model.training and not model[1].training
+
+
+def test_a_mapping_of_a_librarys_own_kind_becomes_a_dict() -> None:
+    batch = UserDict(x=torch.ones(2, 2))
+    made = make_batch(Job(nn.Linear(2, 2), batch=batch))
+    assert type(made) is dict and batch_size(made) == 2

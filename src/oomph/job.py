@@ -75,12 +75,15 @@ def build_model(job: Job) -> nn.Module:
         model.to(torch.bfloat16)
     if job.checkpointing == "full":
         checkpoint_blocks(model)
-    return model.train()
+    # One that trains already may hold parts that its user set to evaluate.
+    return model if model.training else model.train()
 
 
 def make_batch(job: Job) -> Any:
     """One global batch of the job, its numbers in the dtype of a model that has but one."""
     batch = job.batch() if callable(job.batch) else job.batch
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # a tokenizer's own kind of mapping would hide its tensors
     if job.precision != "bf16":
         return batch
 

@@ -98,7 +98,7 @@ def test_a_batch_counts_in_one_piece_and_the_next_says_how_it_is_split(
     assert (limit.value, limit.next_value) == (24, 25)
     first, second, *_ = str(limit).splitlines()
     assert first.startswith("fits: up to a batch of 24 in one piece, rows in ")
-    assert second.startswith("A batch of 25 fits in micro-batches of 2, at ")
+    assert second.startswith("A batch of 25 runs best in micro-batches of 2, at ")
     beyond = limit.as_dict()["solve"]["next"]
     expected = {"value": 25, "verdict": "fits", "micro_batch": 2, "smallest_budget": None}
     assert beyond == expected

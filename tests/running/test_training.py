@@ -101,6 +101,15 @@ def test_a_loader_that_ends_for_good_is_refused_and_the_plan_is_undone(plan) -> 
     assert len(list(train(plan, job, device=CPU, steps=1))) == 1
 
 
+def test_a_loader_that_fails_is_named(plan) -> None:
+    def failing():
+        yield batch(1.0)
+        raise KeyError("no such file")
+
+    with pytest.raises(BadInput, match="the loader failed: KeyError: 'no such file'"):
+        list(train(plan, JOB, device=CPU, steps=5, loader=failing()))
+
+
 def test_another_model_or_a_longer_batch_is_refused(plan) -> None:
     other = dataclasses.replace(JOB, model=lambda: nn.Linear(8, 1))
     with pytest.raises(StalePlan, match="has other weights"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from oomph.errors import BadInput
+from oomph.job import Precision
 
 Weights = Literal["own", "bf16 with fp32 masters"]
 
@@ -15,6 +17,7 @@ Weights = Literal["own", "bf16 with fp32 masters"]
 KEEP = "keep"
 RECOMPUTE = "recompute"
 _SAVING = "recompute saving "
+_HOW = re.compile(rf"{KEEP}|{RECOMPUTE}|{_SAVING}[a-z]+#\d+( [a-z]+#\d+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +42,15 @@ class Choices:
     cast_cache: bool = True
     """Whether autocast keeps its half-precision copies of the weights for a whole forward."""
     low_bit_state: bool = False
-    graphs: bool = False
-    """Whether a micro-batch is captured in a CUDA graph and replayed."""
     allocator: str = ""
     """Settings for PYTORCH_CUDA_ALLOC_CONF."""
 
     def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            known = ", ".join(get_args(Precision))
+            raise BadInput(f"a plan's precision is one of {known}, not {self.precision!r}")
         for path, how in self.blocks.items():
-            if how not in (KEEP, RECOMPUTE) and not how.startswith(_SAVING):
+            if not isinstance(how, str) or not _HOW.fullmatch(how):
                 raise BadInput(f"{path} can be kept or recomputed, not {how!r}")
         if (self.loss_chunk is None) != (not self.head):
             raise BadInput("a chunk of the loss belongs to a head, and a head to a chunk")
@@ -73,17 +77,18 @@ class Choices:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Choices:
         """The choices that `as_dict` wrote; `BadInput` names a key or value that is none."""
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        if unknown := sorted(values.keys() - fields.keys()):
-            raise BadInput(f"{unknown[0]!r} is no choice of a plan; known are {', '.join(fields)}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(values.keys() - set(known)):
+            raise BadInput(f"{unknown[0]!r} is no choice of a plan; known are {', '.join(known)}")
+        if missing := [name for name in known if name not in values]:
+            raise BadInput(f"the plan does not choose {missing[0]}; make it again")
         default = cls()
         for name, value in values.items():
             expected = _KINDS.get(name) or (type(getattr(default, name)),)
             wrong_bool = isinstance(value, bool) and bool not in expected
             if not isinstance(value, expected) or wrong_bool:
                 raise BadInput(f"the plan's {name} cannot be {value!r}")
-        others = tuple(values.get("compiled_others", ()))
-        return cls(**{**values, "compiled_others": others})
+        return cls(**{**values, "compiled_others": tuple(values["compiled_others"])})
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import tempfile
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class MadeFor:
     job: str
     parameters: int
     weights: str
-    """A digest of the names and shapes of all parameters."""
+    """A digest of the names, shapes and types of all parameters, and of which are trained."""
     batch: tuple[tuple[int, ...], ...]
     """The shapes of one global batch."""
     optimizer: str
@@ -50,7 +50,8 @@ class MadeFor:
         """What a model with this batch and optimizer is, on this machine's PyTorch."""
         digest = hashlib.sha256()
         for path, parameter in model.named_parameters():
-            digest.update(f"{path}{tuple(parameter.shape)}".encode())
+            kind = tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+            digest.update(f"{path}{kind}".encode())
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         return cls(
             job=name,
@@ -67,12 +68,24 @@ class MadeFor:
         if self.weights != now.weights:
             raise StalePlan(
                 f"the plan is for a model of {self.parameters:,} parameters, and this one, of"
-                f" {now.parameters:,}, has other weights"
+                f" {now.parameters:,}, has other weights (names, shapes, types or which are"
+                " trained); plan for this one"
             )
-        for what in ("batch", "optimizer", "torch", "gpu"):
-            planned, actual = getattr(self, what), getattr(now, what)
+        differences = {
+            "batches of": (_say(self.batch), _say(now.batch)),
+            "the optimizer": (self.optimizer, now.optimizer),
+            "torch": (self.torch, now.torch),
+            "the": (self.gpu or "CPU", now.gpu or "CPU"),
+        }
+        for what, (planned, actual) in differences.items():
             if planned != actual:
-                raise StalePlan(f"the plan is for {what} {planned}, and this is {actual}")
+                raise StalePlan(
+                    f"the plan is for {what} {planned}, and this is {actual}; plan for this one"
+                )
+
+
+def _say(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " and ".join("×".join(map(str, shape)) or "one number" for shape in shapes)
 
 
 def torch_version() -> str:
@@ -175,18 +188,18 @@ class Plan:
             )
         try:
             made_for = dict(values["made_for"])
-            made_for["batch"] = tuple(tuple(shape) for shape in made_for["batch"])
+            made_for["batch"] = tuple(tuple(map(int, shape)) for shape in made_for["batch"])
             predicted = dict(values["predicted"])
-            predicted["peak"] = Ledgers(**predicted["peak"])
+            predicted["peak"] = _read(Ledgers, predicted["peak"])
             return cls(
-                made_for=MadeFor(**made_for),
+                made_for=_read(MadeFor, made_for),
                 budget=int(values["budget"]),
                 choices=Choices.from_dict(values["choices"]),
-                predicted=Predicted(**predicted),
+                predicted=_read(Predicted, predicted),
                 fidelity=Fidelity(values["fidelity"]),
                 gap=float(values["gap"]),
                 changes=tuple(
-                    Change(**{**change, "fidelity": Fidelity(change["fidelity"])})
+                    _read(Change, {**change, "fidelity": Fidelity(change["fidelity"])})
                     for change in values["changes"]
                 ),
                 notes=tuple(values["notes"]),
@@ -201,11 +214,12 @@ class Plan:
         """Write the plan; a file that is there already is replaced only by a whole one."""
         target = Path(path)
         text = json.dumps(self.as_dict(), indent=2) + "\n"
-        with tempfile.NamedTemporaryFile(
-            "w", dir=target.parent, prefix=target.name, delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-        Path(file.name).replace(target)
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -225,3 +239,23 @@ class Plan:
         from oomph.reporting.text import render_report
 
         return render_report(describe_plan(self))
+
+
+_Data = TypeVar("_Data")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "dict[str, int]": (dict,),
+}
+
+
+def _read(cls: type[_Data], values: Mapping[str, Any]) -> _Data:
+    """A dataclass from JSON, whose numbers are numbers and whose words are words."""
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        kinds = _KINDS.get(str(field.type))
+        value = values[field.name]
+        if kinds is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise TypeError(f"{field.name} cannot be {value!r}")
+    return cls(**values)

@@ -43,7 +43,10 @@ def _beyond(limit: PlannedLimit) -> Iterable[str]:
         yield f"{larger} does not fit: it needs {format_bytes(attempt.smallest_budget)}."
     else:
         size, rate = attempt.choices.micro_batch, attempt.predicted.rate
-        yield f"{larger} fits in micro-batches of {size:,}, at {rate} predicted."
+        yield (
+            f"{larger} runs best in micro-batches of {size:,}, at {rate} predicted; split like"
+            " that, larger ones need hardly more."
+        )
     if limit.next_value - limit.value > (limit.step if limit.value >= limit.step else 1):
         yield "Sizes between the two were not tried: planning for each takes a while."
 

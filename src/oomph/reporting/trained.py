@@ -17,7 +17,7 @@ def describe_step(done: StepDone, plan: Plan) -> str:
     """Loss, speed, and memory against the prediction."""
     speed = _rate(done.tokens, done.samples, done.seconds)
     if done.memory is None:
-        memory = "memory not measured on the CPU"
+        memory = "memory not measured"
     else:
         most, predicted = (format_bytes(one.device) for one in (done.memory, plan.predicted.peak))
         memory = f"{most} of {predicted} predicted"

@@ -21,7 +21,7 @@ from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.master_weights import MasterWeights
-from oomph.techniques.micro_batch import Weigher
+from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 from oomph.techniques.recompute import recompute
 from oomph.techniques.technique import Undo
@@ -42,8 +42,9 @@ def apply_choices(
     compile_with: Compile | None = None,
 ) -> tuple[Stage, Undo]:
     """Change model and optimizer in place; whatever fails, they are as they were before."""
-    if getattr(model, _MARK, False):
-        raise BadInput("a plan is applied to this model already; undo it first")
+    refuse_applied(model)
+    if choices.micro_batch not in (None, job.micro_batch) and (why := why_whole(model)):
+        raise BadInput(f"the batch must not be split: {why}; plan again")
     with contextlib.ExitStack() as undos:
         do = undos.callback
         setattr(model, _MARK, True)
@@ -89,6 +90,12 @@ def apply_choices(
             returns_loss=True,
         )
         return stage, undos.pop_all().close
+
+
+def refuse_applied(model: nn.Module) -> None:
+    """Complain if a plan is applied to this model, or to a part of it."""
+    if any(getattr(module, _MARK, False) for module in model.modules()):
+        raise BadInput("a plan is applied to this model already; undo it first")
 
 
 def _apply_to_blocks(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from oomph.job import Job, build_model, make_batch, make_optimizer
 from oomph.planning.plan import MadeFor, Plan
 from oomph.planning.planner import plan as make_plan
 from oomph.rehearsal.hidden import device_overhead
-from oomph.running.applying import apply_choices
+from oomph.running.applying import apply_choices, refuse_applied
 from oomph.running.step import Stage, train_step
 from oomph.techniques.technique import Fidelity, Undo
 from oomph.units import parse_bytes
@@ -46,17 +47,25 @@ class Run:
         return self._stage.optimizer
 
     def step(self, batch: Any) -> Tensor:
-        """Forward, backward and one optimizer step on a global batch; returns its loss."""
-        if self._undo is None:
-            raise BadInput("this run is over: its plan was undone")
+        """Forward, backward and one optimizer step on a global batch; returns its loss.
+
+        Gradients are the run's own: those it finds do not count, and it leaves none, even if the
+        loss raises an error. After that the run can go on.
+        """
+        self._check_usable()
         self._check_shapes(batch)
         moved = tree_map(
             lambda leaf: (
                 leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
             ),
-            batch,
+            make_batch(dataclasses.replace(self._stage.job, batch=batch)),
         )
-        loss = train_step(self._stage, moved)
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            loss = train_step(self._stage, moved)
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
         assert loss is not None
         self.steps += 1
         return loss
@@ -79,12 +88,28 @@ class Run:
         if undo is not None:
             undo()
 
+    def _check_usable(self) -> None:
+        if self._undo is None:
+            raise BadInput("this run is over: its plan was undone")
+        in_backward = self._stage.in_backward
+        if in_backward is not None and in_backward.dirty:
+            raise BadInput(
+                "the last step broke off inside backward, where some weights were stepped already"
+                " and others were not: undo the run, load your last checkpoint and apply the plan"
+                " again"
+            )
+
     def _check_shapes(self, batch: Any) -> None:
         """More samples make more micro-batches; longer ones were not planned for."""
         planned = self.plan.made_for.batch
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        if len(shapes) != len(planned):
+            raise StalePlan(
+                f"the plan is for batches of {len(planned)} tensors, and this one has"
+                f" {len(shapes)}; plan with a batch like those there will be"
+            )
         whole = self.plan.choices.micro_batch is None
-        for now, then in zip(shapes, planned, strict=False):
+        for now, then in zip(shapes, planned, strict=True):
             first = 0 if whole else 1
             if len(now) != len(then) or any(
                 a > b for a, b in zip(now[first:], then[first:], strict=True)
@@ -112,17 +137,17 @@ def apply(plan: Plan, job: Job, *, device: str | torch.device | None = None) -> 
     A job with a function for a model gets a new one, on the GPU where there is one. Where anything
     is not as it was planned for, that raises `StalePlan`, and the model is not touched.
     """
-    _refuse_own_checkpointing(job)
-    model = build_model(dataclasses.replace(job, checkpointing="none"))
-    target = _device_of(job, model, device)
-    optimizer = _optimizer_of(job, model, target)
-    _check_ownership(model, optimizer)
-    gpu = _gpu_of(target)
-    plan.made_for.check(
-        MadeFor.of(plan.made_for.job, model, make_batch(job), optimizer, gpu.name if gpu else None)
-    )
-    stage, undo = apply_choices(plan.choices, job, model, optimizer, device_type=target.type)
-    return Run(plan, stage, target, undo)
+    _refuse_own_changes(job)
+    with _as_it_was(job.model):
+        model = build_model(dataclasses.replace(job, checkpointing="none"))
+        target = _device_of(job, model, device)
+        optimizer = _optimizer_of(job, model, target)
+        _check_ownership(model, optimizer)
+        card = _gpu_of(target)
+        name, gpu = plan.made_for.job, card.name if card is not None else None
+        plan.made_for.check(MadeFor.of(name, model, make_batch(job), optimizer, gpu))
+        stage, undo = apply_choices(plan.choices, job, model, optimizer, device_type=target.type)
+        return Run(plan, stage, target, undo)
 
 
 def fit(
@@ -141,7 +166,7 @@ def fit(
     one it is all of the card.
     """
     job = Job(model, loss, optimizer, batch, **options)
-    _refuse_own_checkpointing(job)
+    _refuse_own_changes(job)
     _check_ownership(model, optimizer)
     device = _device_of(job, model, None)
     gpu = _gpu_of(device)
@@ -157,6 +182,24 @@ def enforce(budget: int, gpu: GPU, device: torch.device) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     reserved = budget - device_overhead(gpu).expected
     torch.cuda.set_per_process_memory_fraction(min(max(reserved / total, 0.0), 1.0), device)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: Any) -> Iterator[None]:
+    """Whatever fails inside, a given model has the mode and the number formats it came with."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modes = [module.training for module in modules]
+    buffers = [dict(module._buffers) for module in modules]
+    weights = [(weight, weight.data) for module in modules for weight in module.parameters(False)]
+    try:
+        yield
+    except BaseException:
+        for module, training, own in zip(modules, modes, buffers, strict=True):
+            module.training = training
+            module._buffers.update(own)
+        for weight, data in weights:
+            weight.data = data
+        raise
 
 
 def _device_of(job: Job, model: nn.Module, device: str | torch.device | None) -> torch.device:
@@ -204,9 +247,13 @@ def _check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
 
 
-def _refuse_own_checkpointing(job: Job) -> None:
+def _refuse_own_changes(job: Job) -> None:
+    """A model that is changed already, by a plan or by its own means."""
     model = job.model
-    if isinstance(model, nn.Module) and getattr(model, "is_gradient_checkpointing", False):
+    if not isinstance(model, nn.Module):
+        return
+    refuse_applied(model)
+    if getattr(model, "is_gradient_checkpointing", False):
         raise BadInput(
             "the model checkpoints by itself already; call model.gradient_checkpointing_disable(),"
             " and oomph chooses what to recompute"

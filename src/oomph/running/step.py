@@ -6,6 +6,7 @@ The same code runs on a GPU and is rehearsed on fake tensors (rule 1).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomph.job import Job, batch_size, compute_loss, split_batch
+from oomph.job import AUTOCAST, Job, batch_size, compute_loss, split_batch
 from oomph.techniques.autocast import autocast
-from oomph.techniques.micro_batch import Weigher
+from oomph.techniques.micro_batch import Weigher, check_parts
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -61,24 +62,45 @@ def train_step(
     losses: list[Tensor] = []
     for part in parts:
         share = batch_size(part) / total if len(parts) > 1 else 1.0
-        with (
-            around_forward(),
-            autocast(job.precision, stage.device_type, cast_cache=stage.cast_cache),
-        ):
-            with weigher.weighing(part, share) if weigher else contextlib.nullcontext():
-                loss = compute_loss(job, stage.model, part)
-            if share != 1.0:
-                loss = loss * share
+        with around_forward(), _autocast(stage):
+            loss = _part_loss(stage, part, share, weigher)
+        if weigher is not None and not weigher.trusted:
+            _check_parts(stage, batch)
+            weigher.trusted = True
         if stage.returns_loss:
             losses.append(loss.detach())
         with _arming(stage, last=part is parts[-1]):
             (stage.scaler.scale(loss) if stage.scaler is not None else loss).backward()
         del loss
+    if weigher is not None:
+        weigher.finish()
     if stage.in_backward is None:
         _step(stage)
     if len(losses) > 1:
         return torch.stack(losses).sum()
     return losses[0] if losses else None
+
+
+def _part_loss(stage: Stage, part: Any, share: float, weigher: Weigher | None) -> Tensor:
+    """What a part adds to the loss of its batch."""
+    compute = functools.partial(compute_loss, stage.job, stage.model, part)
+    if weigher is not None:
+        return weigher.weigh(part, share, compute)
+    return compute() * share if share != 1.0 else compute()
+
+
+def _check_parts(stage: Stage, batch: Any) -> None:
+    def compute(part: Any) -> Tensor:
+        with _autocast(stage):
+            return compute_loss(stage.job, stage.model, part)
+
+    weights = {parameter.dtype for parameter in stage.model.parameters()}
+    half = stage.job.precision in AUTOCAST or weights & set(AUTOCAST.values())
+    check_parts(stage.model, batch, compute, tolerance=1e-2 if half else 1e-4)
+
+
+def _autocast(stage: Stage) -> AbstractContextManager[Any]:
+    return autocast(stage.job.precision, stage.device_type, cast_cache=stage.cast_cache)
 
 
 def _arming(stage: Stage, *, last: bool) -> AbstractContextManager[Any]:
@@ -110,10 +132,7 @@ def evaluate(stage: Stage, batch: Any) -> None:
     was_training = model.training
     model.eval()
     try:
-        with (
-            torch.no_grad(),
-            autocast(job.precision, stage.device_type, cast_cache=stage.cast_cache),
-        ):
+        with torch.no_grad(), _autocast(stage):
             for part in split_batch(batch, job.micro_batch) if job.micro_batch else [batch]:
                 compute_loss(job, model, part)
     finally:

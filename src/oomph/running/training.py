@@ -139,9 +139,12 @@ def _batches(job: Job, loader: Iterable[Any] | None) -> Iterator[Any]:
             yield make_batch(job)
             continue
         empty = True
-        for batch in loader:
-            empty = False
-            yield make_batch(dataclasses.replace(job, batch=batch))
+        try:
+            for batch in loader:
+                empty = False
+                yield make_batch(dataclasses.replace(job, batch=batch))
+        except Exception as error:
+            raise BadInput(f"the loader failed: {type(error).__name__}: {error}") from error
         if empty:
             raise BadInput("the loader gives no more batches; return one that can begin again")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
@@ -17,7 +18,20 @@ def set_allocator(settings: str) -> Undo:
     """Change PyTorch's allocator for what is allocated from now on, on a machine with CUDA."""
     if not settings or not torch.cuda.is_available():
         return lambda: None
-    before = next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
-    torch.cuda.memory._set_allocator_settings(settings)
-    undone = before or ",".join(f"{part.split(':')[0]}:False" for part in settings.split(","))
-    return lambda: torch.cuda.memory._set_allocator_settings(undone)
+    before = _options(next((os.environ[name] for name in _VARIABLES if name in os.environ), ""))
+    wanted = _options(settings)
+    # Each time, PyTorch forgets some settings that are not named, and keeps others: name them all.
+    _tell(before | wanted)
+    return lambda: _tell(dict.fromkeys(wanted, "False") | before)
+
+
+def _options(text: str) -> dict[str, str]:
+    # A comma inside brackets belongs to the list.
+    parts = [part for part in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)) if part]
+    return {name: value for name, _, value in (part.partition(":") for part in parts)}
+
+
+def _tell(options: dict[str, str]) -> None:
+    text = ",".join(f"{name}:{value}" for name, value in options.items())
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (newer or torch.cuda.memory._set_allocator_settings)(text)

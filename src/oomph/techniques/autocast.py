@@ -18,7 +18,8 @@ def autocast(
     """The autocast region of a precision, or nothing where it has none.
 
     With `cast_cache` the weights' half-precision copies live for the whole region; without, each is
-    made where it is used and dropped when nothing saved it.
+    made where it is used and dropped when nothing saved it. The gradients of a weight that is used
+    several times are then added in fp32 instead of half precision.
     """
     dtype = AUTOCAST.get(precision)
     if dtype is None:

@@ -6,28 +6,27 @@ backward really needs of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
 
+#: How often code is compiled before PyTorch runs it eagerly. All recomputed blocks share a piece of
+#: code, which is compiled anew for each way to recompute, each class of block and each shape.
+COMPILED = 64
+
 
 def compile_block(block: nn.Module) -> Undo:
     """Compile the block's forward as it is now, recompute included."""
     # Fallback: dropout inside draws the numbers it would have drawn eagerly.
-    options: dict[str, Any] | None = (
-        {"fallback_random": True} if draws_random_numbers(block) else None
-    )
-    compiled = torch.compile(block.forward, dynamic=False, options=options)
-    return replace_forward(block, compiled)
+    compiled = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})
+    put_back = replace_forward(block, compiled)
+    config = torch._dynamo.config
+    limit, config.recompile_limit = config.recompile_limit, max(config.recompile_limit, COMPILED)
 
+    def undo() -> None:
+        put_back()
+        config.recompile_limit = limit
 
-def draws_random_numbers(block: nn.Module) -> bool:
-    """Whether a dropout in it is active."""
-    return any(
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        for module in block.modules()
-    )
+    return undo

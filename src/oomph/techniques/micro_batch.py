@@ -4,8 +4,11 @@ A loss that averages over tokens averages over a different number of them in eac
 such means is not the mean (rule 6), and a part without any valid token has none. So while a part's
 loss is computed, a mean over class targets becomes their sum divided by the number of valid targets
 in the *whole* batch. That number must be known before the first part's backward; it is counted in
-the batch itself, by a rule that is found by trying on the first batch and held to account on every
-one after it.
+the batch itself, by a rule that finds the first part's targets among its tensors and is held to
+account on every batch. Everything else in a loss counts by samples; where there is anything else,
+it is tried on two samples whether that adds up.
+
+A job that says itself what its loss averages over (`Job.items`) is believed.
 """
 
 from __future__ import annotations
@@ -13,79 +16,144 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path
 
-from oomph.errors import BadInput
+from oomph.errors import BadInput, OomphError
+from oomph.job import split_batch
 
 Count = Callable[[Any], Tensor]
 
-_SIGNATURES = {f: inspect.signature(f) for f in (F.cross_entropy, F.nll_loss)}
+#: Functions that average over class targets, but for ignored ones; not every torch has the last.
+_SIGNATURES = {
+    function: inspect.signature(function)
+    for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
+    if (function := getattr(F, name, None)) is not None
+}
+#: Their older ways to ask for something else than a mean.
+_LEGACY = ("size_average", "reduce")
+#: What they ignore where nothing is named.
+_IGNORED = -100
+
+ADVICE = "give the job `items=lambda batch: …` that counts what its loss averages over"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mean:
+    """One mean over class targets, in the loss of one part."""
+
+    number: int
+    """In the order of the loss's means."""
+    part: Any
+    target: Tensor
+    ignored: int
+
+    def count(self) -> Tensor:
+        return (self.target != self.ignored).sum()
 
 
 class Weigher:
-    """Counts what the loss averages over, in a batch and in its parts."""
+    """Weighs the losses of a batch's parts, one batch after the other."""
 
-    def __init__(self, count: Count | None = None) -> None:
-        self._count = count
-        self._given = count is not None
-        self._total: Tensor | None = None
-        #: Valid targets seen in the parts of this batch, and in the batch before it.
-        self._seen: list[Tensor] = []
-        self._owed: Tensor | None = None
+    def __init__(self, items: Count | None = None) -> None:
+        #: Whether parts are known to add up: by what they are, by trial, or by the job's word.
+        self.trusted = items is not None
+        self._items = items
         self._batch: Any = None
+        #: By a mean's number: how its targets are counted, how many the batch has, and how many
+        #: its parts had so far.
+        self._rules: dict[int, Count] = {}
+        self._totals: dict[int, Tensor] = {}
+        self._seen: dict[int, Tensor] = {}
+        #: What the last batch's parts had more than was counted; nothing, if the rules are right.
+        self._owed: list[Tensor] = []
+        self._searched = False
 
     def begin(self, batch: Any) -> None:
-        """Count the whole batch; complain if the last one did not add up."""
+        """The parts that follow are those of `batch`; complain if the last one did not add up."""
         self._settle()
-        self._batch = batch
-        self._total = self._count(batch) if self._count is not None else None
-        self._seen = []
+        self._batch, self._totals, self._seen, self._searched = batch, {}, {}, False
 
-    @contextlib.contextmanager
-    def weighing(self, part: Any, share: float) -> Iterator[None]:
-        """While active, means over targets are shares of the whole batch's mean.
+    def weigh(self, part: Any, share: float, compute_loss: Callable[[], Tensor]) -> Tensor:
+        """What a part, with this share of the samples, adds to the loss of the batch."""
+        means = _Means(self, part, share)
+        with means:
+            loss = compute_loss()
+        # A mean over targets adds up; of what else may be in a loss nobody can tell by looking.
+        self.trusted = self.trusted or any(loss is mean for mean in means.results)
+        if self._items is None:
+            return loss * share
+        return loss * (_number(self._items(part)) / _number(self._items(self._batch)))
 
-        The caller multiplies the loss by `share`, the part's share of samples, which is right for
-        every other term; here that factor is taken out again.
-        """
-        with _Means(self, part, share):
-            yield
+    def finish(self) -> None:
+        """All parts of the batch were weighed."""
+        self._owed = [self._seen[number] - total for number, total in self._totals.items()]
+        self._batch = None
+        if self._searched:
+            self._settle()  # not a step later, when nobody would wait: the rules are new
 
-    def scale(self, part: Any, target: Tensor, ignored: int) -> Tensor:
-        """What a sum over this part's valid targets is to be divided by."""
-        valid = (target != ignored).sum()
-        if self._count is None:
-            self._count = _find_count(part, valid, ignored)
-            self._total = self._count(self._batch)
-        assert self._total is not None
-        self._seen.append(valid)
-        return self._total
+    def divide(self, summed: Tensor, mean: _Mean, share: float) -> Tensor:
+        """The sum over a part's targets, as what `weigh` makes its share of the batch's mean."""
+        valid = mean.count()
+        if self._items is not None:
+            return summed / valid.clamp(min=1)  # the part's mean; 0 where it has no target
+        self._seen[mean.number] = self._seen.get(mean.number, 0) + valid
+        if mean.number not in self._totals:
+            rule = self._rules.get(mean.number)
+            if rule is None:
+                return summed / self._search(mean) / share
+            self._totals[mean.number] = rule(self._batch)
+        return summed / self._totals[mean.number] / share
+
+    def refuse_class_weights(self) -> None:
+        """Complain of a mean that is one over the weights of targets, unless the job counts."""
+        if self._items is None:
+            raise BadInput(
+                "a loss with class weights averages over the weights of its targets, which oomph"
+                " does not count by itself: give the job `items=lambda batch: …` that sums them"
+            )
 
     def _settle(self) -> None:
-        """Compare what the rule counted with what the parts held: a step ago, so nobody waits."""
-        if self._owed is not None and bool(self._owed != 0):
+        owed, self._owed = self._owed, []
+        if any(map(bool, owed)):
+            self._rules = {}
             raise BadInput(
-                "the loss averages over a number of targets that oomph counted wrongly in the last"
-                " batch; give the job `items=lambda batch: …` that counts them"
+                "the loss averaged over another number of targets than oomph had counted in the"
+                f" batch; {ADVICE}"
             )
-        self._owed = None
-        if self._seen and not self._given and self._total is not None:
-            self._owed = torch.stack(self._seen).sum() - self._total
+
+    def _search(self, mean: _Mean) -> Tensor:
+        """The targets in the batch, by all rules that are true of this part."""
+        self._searched = True
+        rules = _find_rules(mean)
+        totals = [rule(self._batch) for rule in rules]
+        if not mean.count():
+            return max(totals)  # any number does for a sum of nothing: the next part tells more
+        if any(bool(total != totals[0]) for total in totals):
+            raise _cannot_tell()
+        if len(rules) == 1:
+            self._rules[mean.number] = rules[0]
+        self._totals[mean.number] = totals[0]
+        return totals[0]
 
 
 class _Means(TorchFunctionMode):
-    """Turns a mean over class targets into the part's share of the whole batch's mean."""
+    """Turns means over class targets into the part's share of the whole batch's mean."""
 
     def __init__(self, weigher: Weigher, part: Any, share: float) -> None:
         super().__init__()
+        self.results: list[Tensor] = []
         self._weigher = weigher
         self._part = part
         self._share = share
@@ -98,55 +166,157 @@ class _Means(TorchFunctionMode):
             call = _SIGNATURES[func].bind(*args, **kwargs)
             call.apply_defaults()
             given = call.arguments
-            target = given["target"]
-            if given["reduction"] == "mean" and not target.is_floating_point():
-                return self._sum_over_total(func, given, target)
+            asked = [given.pop(name, None) for name in _LEGACY]
+            classes = not given["target"].is_floating_point()
+            if given["reduction"] == "mean" and asked == [None, None] and classes:
+                if given["weight"] is None:
+                    return self._share_of_mean(func, given)
+                self._weigher.refuse_class_weights()
         return func(*args, **kwargs)
 
-    def _sum_over_total(self, func: Any, given: dict[str, Any], target: Tensor) -> Tensor:
-        if given["weight"] is not None or given.get("label_smoothing"):
-            raise BadInput(
-                "a loss with class weights or label smoothing averages over weights, which oomph"
-                " does not split into micro-batches; keep the batch whole, or let the loss sum"
-            )
-        legacy = ("size_average", "reduce")
-        options = {name: value for name, value in given.items() if name not in legacy}
-        total = self._weigher.scale(self._part, target, given["ignore_index"])
-        summed: Tensor = func(**{**options, "reduction": "sum"})
-        return summed / (total * self._share)
+    def _share_of_mean(self, func: Any, given: dict[str, Any]) -> Tensor:
+        ignored = given["ignore_index"]
+        mean = _Mean(
+            number=len(self.results),
+            part=self._part,
+            target=given["target"],
+            ignored=_IGNORED if ignored is None else ignored,
+        )
+        summed: Tensor = func(**{**given, "reduction": "sum"})
+        self.results.append(self._weigher.divide(summed, mean, self._share))
+        return self.results[-1]
 
 
-def _find_count(part: Any, valid: Tensor, ignored: int) -> Count:
-    """The rule by which the batch's own tensors give the number of valid targets."""
-    wanted = int(valid)
-    for path, leaf in _likely_targets(part):
-        for shift in (0, 1):
-            if int(_valid(leaf, shift, ignored)) == wanted:
-                return functools.partial(_count_at, path, shift, ignored)
-    raise BadInput(
-        "oomph cannot tell from the batch how many targets the loss averages over, so it cannot"
-        " weigh micro-batches; give the job `items=lambda batch: …` that counts them"
-    )
+# -- where targets come from -----------------------------------------------------------------------
+
+
+def _find_rules(mean: _Mean) -> list[Count]:
+    """Ways to count in a batch that are true of this mean's targets in its part."""
+    targets = mean.target.flatten()
+    for only_valid in (False, True):
+        for path, leaf in _likely_targets(mean.part):
+            rules: list[Count] = [
+                functools.partial(_count_at, path, shift, mean.ignored)
+                for shift in (0, 1)
+                if any(
+                    _alike(form.flatten(), targets, mean.ignored, only_valid)
+                    for form in _forms(leaf, shift, mean.ignored)
+                )
+            ]
+            if rules:
+                return rules
+    raise _cannot_tell()
 
 
 def _likely_targets(part: Any) -> list[tuple[Any, Tensor]]:
     """Whole numbers in the batch: those called labels or targets first, then from the last on."""
     leaves = [
-        (path, leaf)
+        (path, leaf.long())
         for path, leaf in reversed(tree_flatten_with_path(part)[0])
         if isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.dtype != torch.bool
     ]
     return sorted(leaves, key=lambda at: not re.search("label|target", str(at[0]), re.IGNORECASE))
 
 
+def _forms(labels: Tensor, shift: int, ignored: int) -> list[Tensor]:
+    """What a loss may make of labels: a causal model has no use for each sequence's first."""
+    if not shift:
+        return [labels]
+    shifted = labels[..., 1:]
+    return [shifted, F.pad(shifted, (0, 1), value=ignored)] if labels.dim() > 1 else []
+
+
+def _alike(one: Tensor, other: Tensor, ignored: int, only_valid: bool) -> bool:
+    if only_valid:
+        one, other = one[one != ignored], other[other != ignored]
+    return torch.equal(one, other)
+
+
 def _count_at(path: Any, shift: int, ignored: int, batch: Any) -> Tensor:
-    return _valid(dict(tree_flatten_with_path(batch)[0])[path], shift, ignored)
+    labels = dict(tree_flatten_with_path(batch)[0])[path].long()
+    return (_forms(labels, shift, ignored)[0] != ignored).sum()
 
 
-def _valid(targets: Tensor, shift: int, ignored: int) -> Tensor:
-    """How many are not to be ignored; a causal model has no use for each sequence's first."""
-    shifted = targets[..., 1:] if shift and targets.dim() > 1 else targets
-    return (shifted != ignored).sum()
+def _cannot_tell() -> BadInput:
+    return BadInput(
+        "oomph cannot tell from the batch how many targets the loss averages over, so it cannot"
+        f" weigh micro-batches; {ADVICE}"
+    )
+
+
+def _number(count: Any) -> Tensor:
+    return torch.as_tensor(count).double()
+
+
+# -- what must stay whole --------------------------------------------------------------------------
+
+
+def check_parts(
+    model: nn.Module, batch: Any, compute_loss: Callable[[Any], Tensor], tolerance: float
+) -> None:
+    """Refuse a loss that its parts do not add up to, by trying it on two samples (rule 6).
+
+    It is tried in evaluation, without dropout, and leaves all random streams where they were. A
+    loss that draws random numbers even so, or fails outside training, cannot be tried.
+    """
+    pair, (one, other) = split_batch(batch, 2)[0], split_batch(batch, 1)[:2]
+    weigher = Weigher()
+    weigher.begin(pair)
+    try:
+        # Nothing is compiled for shapes that do not come again.
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            _evaluating(model),
+            _random_streams(model) as was_drawn_from,
+        ):
+            whole = float(compute_loss(pair))
+            parts = sum(
+                float(weigher.weigh(part, 0.5, functools.partial(compute_loss, part)))
+                for part in (one, other)
+            )
+            if was_drawn_from():
+                return
+    except OomphError:
+        raise
+    except Exception:  # out of memory too: two samples may be more than a part has
+        return
+    if math.isfinite(whole) and not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=1e-6):
+        raise BadInput(
+            f"the loss of two samples is {whole:.6g}, but {parts:.6g} if each is computed alone,"
+            f" so oomph cannot weigh micro-batches; {ADVICE}, 1 for a sum"
+        )
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _random_streams(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Puts random streams back; says whether one was drawn from."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+
+    def look() -> list[Any]:
+        states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        _, key, position, *_ = np.random.get_state()
+        return [*(state.tolist() for state in states), random.getstate(), list(key), position]
+
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices):
+        before = look()
+        try:
+            yield lambda: look() != before
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def why_whole(model: nn.Module) -> str:

@@ -1,0 +1,147 @@
+"""Blocks, timed for real: what each option of a menu takes on the device the model is on.
+
+One micro-batch runs through the model until every kind of block has been called once; those calls
+are kept and repeated, forward and backward, under each option. It needs the memory of one block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from oomph.job import Job, compute_loss, split_batch
+from oomph.planning.choices import Choices
+from oomph.running.applying import apply_choices
+from oomph.running.step import Stage
+from oomph.techniques.autocast import autocast
+
+#: Runs in a row, so that the host can run ahead of the card as it does in a step; and how often.
+IN_A_ROW, REPEATS = 4, 3
+
+#: Seconds of a block's forward and backward, by its path and its option.
+Times = Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTimer:
+    """Times blocks of a real model; the planner asks it where there is one."""
+
+    job: Job
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    """On the model's device."""
+
+    def time(self, choices: Choices, menus: Mapping[str, Sequence[str]]) -> Times:
+        """Seconds of each option of each of these blocks, under the other choices."""
+        device = next(self.model.parameters()).device
+        times: dict[tuple[str, str], float] = {}
+        calls = self._calls(choices, tuple(menus))
+        for option in dict.fromkeys(option for menu in menus.values() for option in menu):
+            paths = [path for path, menu in menus.items() if option in menu and path in calls]
+            applied = dataclasses.replace(
+                choices,
+                blocks=dict.fromkeys(paths, option),
+                optimizer_in_backward=False,
+                allocator="",
+            )
+            with self._applied(applied, device) as stage:
+                for path in paths:
+                    run = functools.partial(_run, self.model.get_submodule(path), *calls[path])
+                    times[path, option] = _median_seconds(run, stage, device)
+        self.optimizer.zero_grad(set_to_none=True)
+        return times
+
+    def _calls(self, choices: Choices, paths: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+        """The arguments each block is called with, from a forward that ends at the last of them."""
+        calls: dict[str, tuple[Any, Any]] = {}
+
+        def keep(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(path, tree_map(_detached, (args, kwargs)))
+            if len(calls) == len(paths):
+                raise _Enough
+
+        hooks = [
+            self.model.get_submodule(path).register_forward_pre_hook(
+                functools.partial(keep, path), with_kwargs=True
+            )
+            for path in paths
+        ]
+        part = self.batch
+        if choices.micro_batch:
+            part = split_batch(part, choices.micro_batch)[0]
+        device = next(self.model.parameters()).device
+        bare = dataclasses.replace(choices, blocks={}, optimizer_in_backward=False, allocator="")
+        try:
+            with self._applied(bare, device) as stage, torch.no_grad(), _autocast(stage):
+                compute_loss(self.job, self.model, part)
+        except _Enough:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return calls
+
+    @contextlib.contextmanager
+    def _applied(self, choices: Choices, device: torch.device) -> Iterator[Stage]:
+        stage, undo = apply_choices(
+            choices, self.job, self.model, self.optimizer, device_type=device.type
+        )
+        try:
+            yield stage
+        finally:
+            undo()
+
+
+class _Enough(Exception):
+    """Every block has been called."""
+
+
+def _autocast(stage: Stage) -> Any:
+    return autocast(stage.job.precision, stage.device_type, cast_cache=stage.cast_cache)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _run(block: nn.Module, args: Any, kwargs: Any, stage: Stage) -> None:
+    """The block's forward and backward, with a gradient of ones."""
+
+    def fresh(leaf: Any) -> Any:
+        wants = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.detach().requires_grad_() if wants else leaf
+
+    given, named = tree_map(fresh, (args, kwargs))
+    with _autocast(stage):
+        out = block(*given, **named)
+    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+
+def _median_seconds(run: Callable[[Stage], None], stage: Stage, device: torch.device) -> float:
+    run(stage)  # compiles
+    seconds = []
+    for _ in range(REPEATS):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            run(stage)
+        _wait(device)
+        seconds.append((time.perf_counter() - began) / IN_A_ROW)
+    return statistics.median(seconds)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

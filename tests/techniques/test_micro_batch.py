@@ -1,0 +1,423 @@
+"""Micro-batches: their losses and gradients add up to those of the whole batch, or are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oomph.errors import BadInput
+from oomph.job import Job
+from oomph.running.step import Stage, train_step
+from oomph.techniques.micro_batch import Weigher, why_whole
+
+VOCABULARY = 11
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Net(nn.Module):
+    """Logits of each token, and numbers for other losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 4)
+        self.dropout = nn.Dropout(0.0)
+        self.head = nn.Linear(4, VOCABULARY)
+        self.double()
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.dropout(self.embed(ids).tanh())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden(ids))
+
+
+def ragged(samples: int = 5, length: int = 6, ignored: int = -100) -> Batch:
+    """Sample i has i valid labels at its end, so the first has none."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (samples, length))
+    labels = ids.clone()
+    for at in range(samples):
+        labels[at, : length - at] = ignored
+    return {"ids": ids, "labels": labels}
+
+
+def trained(
+    loss: Loss | nn.Module,
+    batches: list[Any],
+    micro_batch: int | None,
+    items: Callable[[Any], Any] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and weights of plain gradient descent."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    job = Job(model, loss, optimizer, batches[0], micro_batch=micro_batch, items=items)
+    stage = Stage(
+        job=job,
+        model=model,
+        optimizer=optimizer,
+        device_type="cpu",
+        weigher=Weigher(items),
+        returns_loss=True,
+    )
+    losses = [train_step(stage, batch) for batch in batches]
+    assert all(isinstance(one, Tensor) for one in losses)
+    return losses, list(model.parameters())  # type: ignore[return-value]
+
+
+def assert_adds_up(
+    loss: Loss | nn.Module,
+    *batches: Any,
+    items: Callable[[Any], Any] | None = None,
+    sizes: tuple[int, ...] = (1, 2, 3),
+) -> None:
+    whole = trained(loss, list(batches), None)
+    for size in sizes:
+        parts = trained(loss, list(batches), size, items)
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-13)
+
+
+# -- what averages over targets --------------------------------------------------------------------
+
+
+def plain(model: Any, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def classes_second(model: Any, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["ids"]).transpose(1, 2), target=batch["labels"])
+
+
+def shifted(model: Any, batch: Batch) -> Tensor:
+    logits, labels = model(batch["ids"])[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def shifted_and_padded(model: Any, batch: Batch) -> Tensor:
+    """As transformers shifts the labels of causal models."""
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def only_valid(model: Any, batch: Batch) -> Tensor:
+    valid = batch["labels"] != -100
+    return F.cross_entropy(model(batch["ids"])[valid], batch["labels"][valid])
+
+
+def log_likelihood(model: Any, batch: Batch) -> Tensor:
+    logits = model(batch["ids"]).log_softmax(-1)
+    return F.nll_loss(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def smoothed(model: Any, batch: Batch) -> Tensor:
+    logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, label_smoothing=0.2)
+
+
+@pytest.mark.parametrize(
+    "loss", [plain, classes_second, shifted, shifted_and_padded, log_likelihood, smoothed]
+)
+def test_a_mean_over_targets_is_that_of_the_whole_batch(loss: Loss) -> None:
+    first = ragged()
+    second = {name: tensor.flip(0) for name, tensor in ragged(4).items()}
+    assert_adds_up(loss, first, second, first)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this torch")
+def test_torchs_own_fused_head_and_loss_is_such_a_mean() -> None:
+    def fused(model: Any, batch: Batch) -> Tensor:
+        rows = model.hidden(batch["ids"]).flatten(0, 1)
+        head = model.head
+        return F.linear_cross_entropy(
+            rows, head.weight, batch["labels"].flatten(), linear_bias=head.bias
+        )
+
+    assert_adds_up(fused, ragged(), ragged())
+
+
+def test_targets_are_found_in_a_tuple_and_by_their_padding() -> None:
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, labels = batch
+        return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+    batch = ragged(ignored=0)
+    assert_adds_up(loss, (batch["ids"], batch["labels"]))
+
+
+def test_a_criterion_is_a_loss_like_any_other() -> None:
+    labels = torch.tensor([3, -100, 1, 5, -100])
+
+    class Last(nn.Module):
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits[:, -1], targets)
+
+    assert_adds_up(Last(), (ragged()["ids"], labels))
+
+
+def test_labels_may_be_of_any_whole_type() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        labels = batch["labels"].long()
+        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+    batch = ragged(ignored=0)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        assert_adds_up(loss, {**batch, "labels": batch["labels"].to(dtype)})
+
+
+def test_a_batch_without_any_target_has_no_mean_in_parts_either() -> None:
+    batch = ragged()
+    batch["labels"][:] = -100
+    (loss,), _ = trained(plain, [batch], 2)
+    assert loss.isnan()
+
+
+def test_left_padding_does_not_hide_the_shift() -> None:
+    """The first sample alone looks the same shifted and not; its place in the row tells."""
+    batch = ragged()
+    batch["labels"][4] = batch["ids"][4]
+    assert_adds_up(shifted_and_padded, batch)
+    assert_adds_up(plain, batch)
+
+
+def test_losses_that_drop_ignored_targets_themselves_are_counted_too() -> None:
+    first = ragged()
+    first["labels"][0] = first["ids"][0]
+    assert_adds_up(only_valid, first, ragged(), sizes=(2, 3))
+
+
+def test_rules_that_would_count_differently_are_not_guessed_between() -> None:
+    batch = ragged(length=5)
+    batch["labels"][0, -1] = 3  # valid in both rules, but the last sample's first label only in one
+    batch["labels"][4] = batch["ids"][4]
+    with pytest.raises(BadInput, match=r"cannot tell .* `items=lambda batch"):
+        trained(only_valid, [batch], 1)
+
+
+def test_targets_that_are_not_in_the_batch_need_the_jobs_word() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        labels = batch["ids"].masked_fill(batch["ids"] > 7, -100)
+        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten())
+
+    def items(batch: Batch) -> Tensor:
+        return (batch["ids"] <= 7).sum()
+
+    batch = ragged()
+    batch["ids"][1] = 9  # a part without any valid target
+    with pytest.raises(BadInput, match=r"cannot tell .* `items=lambda batch"):
+        trained(loss, [batch], 1)
+    assert_adds_up(loss, batch, items=items)
+    assert_adds_up(loss, batch, items=lambda batch: int(items(batch)))
+
+
+def test_a_rule_that_stops_being_true_is_noticed() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        labels = batch["labels"].masked_fill(batch["labels"] == 7, -100)
+        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten())
+
+    good = ragged(ignored=-100)
+    good["labels"][good["labels"] == 7] = 8
+    bad = {name: tensor.clone() for name, tensor in good.items()}
+    bad["labels"][4, 4:] = 7
+    # At once where the rule is new, before any weight has changed; else a batch later.
+    with pytest.raises(BadInput, match="another number of targets than oomph had counted"):
+        trained(loss, [bad], 2)
+    trained(loss, [good, bad], 2)
+    with pytest.raises(BadInput, match="another number of targets than oomph had counted"):
+        trained(loss, [good, bad, good], 2)
+
+
+def test_class_weights_are_refused_unless_the_job_sums_them() -> None:
+    weights = torch.linspace(0.5, 2, VOCABULARY, dtype=torch.float64)
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+        return F.cross_entropy(logits, labels, weight=weights)
+
+    def items(batch: Batch) -> Tensor:
+        return weights[batch["labels"][batch["labels"] != -100]].sum()
+
+    with pytest.raises(BadInput, match=r"class weights .* `items=lambda batch"):
+        trained(loss, [ragged()], 2)
+    assert_adds_up(loss, ragged(), items=items, sizes=(2, 3))
+
+
+def test_several_means_in_one_loss_have_each_their_own_targets() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        logits = model(batch["ids"])
+        tokens = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return tokens + 0.3 * F.cross_entropy(logits[:, -1], batch["kind"], ignore_index=2)
+
+    batch = {**ragged(), "kind": torch.tensor([1, 2, 0, 2, 1])}
+    assert_adds_up(loss, batch, batch)
+
+
+# -- what counts by samples ------------------------------------------------------------------------
+
+
+def squared(model: Any, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["ids"]).sum(-1), batch["labels"].double())
+
+
+def test_other_means_count_by_samples() -> None:
+    def probable(model: Any, batch: Batch) -> Tensor:
+        targets = F.one_hot(batch["ids"], VOCABULARY).double()
+        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), targets.flatten(0, 1))
+
+    assert_adds_up(squared, ragged(), ragged())
+    assert_adds_up(probable, ragged())
+
+
+def test_each_term_of_a_loss_counts_in_its_own_way() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return plain(model, batch) + 0.1 * squared(model, batch)
+
+    assert_adds_up(loss, ragged(), ragged())
+
+
+# -- what does not add up --------------------------------------------------------------------------
+
+
+def masked(model: Any, batch: Batch) -> Tensor:
+    """A mean over valid tokens that is written out."""
+    valid = (batch["labels"] != -100).double()
+    losses = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["ids"], reduction="none")
+    return (losses * valid).sum() / valid.sum()
+
+
+def summed(model: Any, batch: Batch) -> Tensor:
+    logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def mean_of_means(model: Any, batch: Batch) -> Tensor:
+    logits = model(batch["ids"])
+    each = [F.cross_entropy(logits[at], batch["labels"][at]) for at in range(len(logits))]
+    return torch.stack(each).mean()
+
+
+def without_empty() -> Batch:
+    return {name: tensor[1:] for name, tensor in ragged().items()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "items"),
+    [
+        (masked, lambda batch: (batch["labels"] != -100).sum()),
+        (summed, lambda batch: torch.tensor(1)),
+        (mean_of_means, lambda batch: len(batch["ids"])),
+    ],
+)
+def test_a_loss_that_does_not_add_up_is_refused_unless_the_job_says_how(
+    loss: Loss, items: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(BadInput, match=r"the loss of two samples is .* `items=lambda batch"):
+        trained(loss, [without_empty()], 1)
+    assert_adds_up(loss, without_empty(), items=items)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+def test_a_sum_that_is_asked_for_in_the_old_way_is_a_sum() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+        return F.cross_entropy(logits, labels, size_average=False)
+
+    with pytest.raises(BadInput, match="the loss of two samples is"):
+        trained(loss, [ragged()], 1)
+
+
+def test_samples_that_are_compared_with_each_other_do_not_add_up() -> None:
+    def contrastive(model: Any, batch: Batch) -> Tensor:
+        rows = model(batch["ids"]).mean(1)
+        return F.cross_entropy(rows @ rows.t(), torch.arange(len(rows)))
+
+    def spread(model: Any, batch: Batch) -> Tensor:
+        return -model(batch["ids"]).mean(1).std(0, correction=0).sum()
+
+    with pytest.raises(BadInput, match="cannot tell"):
+        trained(contrastive, [ragged()], 2)
+    with pytest.raises(BadInput, match="the loss of two samples is"):
+        trained(spread, [ragged()], 2)
+
+
+def test_a_refusal_comes_before_any_weight_changes() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    job = Job(model, masked, optimizer, without_empty(), micro_batch=1)
+    stage = Stage(job=job, model=model, optimizer=optimizer, device_type="cpu", weigher=Weigher())
+    with pytest.raises(BadInput):
+        train_step(stage, without_empty())
+    torch.testing.assert_close(list(model.parameters()), list(Net().parameters()), rtol=0, atol=0)
+
+
+def test_a_loss_is_tried_once_and_a_plain_mean_never() -> None:
+    calls: list[bool] = []
+
+    def counted(model: Any, batch: Batch) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return squared(model, batch)
+
+    def counted_mean(model: Any, batch: Batch) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return plain(model, batch)
+
+    trained(counted, [ragged(4)] * 3, 2)
+    assert (calls.count(True), calls.count(False)) == (6, 3)
+    calls.clear()
+    trained(counted_mean, [ragged(4)] * 3, 2)
+    assert (calls.count(True), calls.count(False)) == (6, 0)
+
+
+def test_a_trial_leaves_modes_and_random_streams_as_they_are() -> None:
+    def noisy(model: Any, batch: Batch) -> Tensor:
+        modes.append((model.training, model.dropout.training))
+        noise = torch.rand(()).item() + random.random() + np.random.rand()
+        return squared(model, batch) * noise
+
+    def streams() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    def seed() -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+
+    modes: list[tuple[bool, bool]] = []
+    model = Net()
+    model.dropout.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    job = Job(model, noisy, optimizer, ragged(), micro_batch=3)
+    stage = Stage(job=job, model=model, optimizer=optimizer, device_type="cpu", weigher=Weigher())
+    batch = ragged()
+    seed()
+    train_step(stage, batch)
+    after = streams()
+    seed()
+    for _ in range(2):  # as many parts
+        streams()
+    assert after == streams()
+    assert modes == [(True, False), *[(False, False)] * 3, (True, False)]
+
+
+def test_a_loss_that_only_works_in_training_is_not_tried() -> None:
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return squared(model, batch) / model.training
+
+    assert_adds_up(loss, ragged())
+
+
+# -- what must stay whole --------------------------------------------------------------------------
+
+
+def test_a_batch_norm_that_learns_keeps_the_batch_whole() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert why_whole(model).startswith("1 (BatchNorm1d) averages over the batch")
+    assert not why_whole(model.eval())
+    assert not why_whole(nn.Sequential(nn.LayerNorm(2), nn.InstanceNorm1d(2)))
