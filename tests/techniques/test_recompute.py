@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -167,3 +168,24 @@ def test_hooks_on_the_block_itself_run_once() -> None:
     recompute(block)
     gradients(block)
     assert seen == [1]
+
+
+@pytest.mark.parametrize("keep", [(), ("convolution#0",)])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_updated_once(keep: Sequence[str], momentum: float | None) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.Conv2d(4, 2, 3)
+    )
+    block = copy.deepcopy(plain)
+    undo = recompute(block, keep)
+    for _ in range(3):
+        images = torch.randn(2, 3, 8, 8)
+        for one in (plain, block):
+            one(images).sum().backward()
+    undo()
+    theirs, ours = plain.state_dict(), block.state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert int(block[1].num_batches_tracked) == 3
+    grads = [(a.grad, b.grad) for a, b in zip(plain.parameters(), block.parameters(), strict=True)]
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in grads)

@@ -107,7 +107,7 @@ def _apply_to_blocks(
             do(compile_with(block, how))
             continue
         if how != KEEP:
-            do(recompute(block, saved_ops(how)))
+            do(recompute(block, saved_ops(how), compiled=choices.compiled))
         if choices.compiled:
             do(compile_block(block))
     for path in choices.compiled_others:

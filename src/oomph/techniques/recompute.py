@@ -7,9 +7,10 @@ device, in eager mode and inside a compiled block.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +51,17 @@ KINDS: dict[Any, str] = {
 }
 
 
-def recompute(block: nn.Module, keep: Collection[str] = ()) -> Undo:
-    """Make `block` recompute itself in backward, but for the results of the ops in `keep`."""
+def recompute(block: nn.Module, keep: Collection[str] = (), *, compiled: bool = False) -> Undo:
+    """Make `block` recompute itself in backward, but for the results of the ops in `keep`.
+
+    `compiled` says that it will be compiled: its graphs write to buffers once in any case, and
+    would not take a context of ours.
+    """
     forward = block.forward
     options: dict[str, Any] = {"use_reentrant": False}
-    if keep:
-        options["context_fn"] = functools.partial(_contexts, frozenset(keep))
+    counting = [] if compiled else [m for m in block.modules() if _counts_statistics(m)]
+    if keep or counting:
+        options["context_fn"] = functools.partial(_contexts, frozenset(keep), counting)
     return replace_forward(block, functools.partial(checkpoint, forward, **options))
 
 
@@ -73,11 +79,37 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     return undo
 
 
-def _contexts(keep: frozenset[str]) -> Any:
-    # Counted anew in each forward and in each recomputation, which both begin here.
-    return create_selective_checkpoint_contexts(
-        functools.partial(_policy, keep, {False: Counter(), True: Counter()})
-    )
+def _contexts(keep: frozenset[str], counting: Sequence[nn.Module]) -> Any:
+    """What forward runs in, and what recomputation runs in."""
+    first: Any = contextlib.nullcontext()
+    again: Any = contextlib.nullcontext()
+    if keep:
+        # Counted anew in each forward and in each recomputation, which both begin here.
+        first, again = create_selective_checkpoint_contexts(
+            functools.partial(_policy, keep, {False: Counter(), True: Counter()})
+        )
+    return first, _with_statistics_aside(again, counting) if counting else again
+
+
+def _counts_statistics(module: nn.Module) -> bool:
+    """Whether a forward in training changes what the module knows of its inputs."""
+    norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return norm and bool(module.track_running_stats)
+
+
+@contextlib.contextmanager
+def _with_statistics_aside(around: Any, counting: Sequence[nn.Module]) -> Iterator[None]:
+    """While active, running statistics are updated in copies: forward updated them already."""
+    kept = [dict(module._buffers) for module in counting]
+    for module in counting:
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer.clone() if buffer is not None else None
+    try:
+        with around:
+            yield
+    finally:
+        for module, buffers in zip(counting, kept, strict=True):
+            module._buffers.update(buffers)
 
 
 def _policy(
