@@ -13,6 +13,7 @@ from oomph.job import Job
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
 from oomph.planning.planner import plan
+from oomph.running.run import fit
 
 
 class Block(nn.Module):
@@ -96,3 +97,23 @@ def test_the_planner_believes_the_timer_and_asks_for_one_block_of_a_class(timed:
     assert made_up.asked == (["blocks.1"] if timed else [])
     if timed:
         assert made.predicted.seconds >= 4 * 0.01
+
+
+def test_fit_times_the_blocks_of_the_users_own_model_when_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Choices] = []
+
+    def times(self: BlockTimer, choices: Choices, menus: Mapping[str, Sequence[str]]) -> Times:
+        asked.append(choices)
+        assert self.model is model
+        return {(path, how): 0.5 for path, menu in menus.items() for how in menu}
+
+    monkeypatch.setattr(BlockTimer, "time", times)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(6, 8)
+    for time_blocks in (False, True):
+        with fit(model, optimizer, loss, batch, budget="1GiB", time_blocks=time_blocks) as run:
+            assert len(asked) == time_blocks
+    assert run.plan.predicted.seconds >= 4 * 0.5

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import CannotRehearse
 from oomph.gpus import GPU
@@ -29,10 +30,12 @@ from oomph.planning.solver import Chain, ChainBlock, Option, Solution
 from oomph.planning.survey import Survey
 from oomph.rehearsal.phases import END_OF_STEP, rehearse
 from oomph.rehearsal.recorder import FORWARD, Recorder
-from oomph.rehearsal.timeline import Mark, Timeline
+from oomph.rehearsal.timeline import Category, Mark, Timeline
 from oomph.techniques.chunked_loss import chunked_calls
 from oomph.timing.clock import Clock
 
+#: Rehearsals of one audition: a class with few blocks tries out only so many options for each.
+MOST_ROUNDS = 2
 #: The CUDA allocator hands out multiples of this.
 ROUNDING = 512
 
@@ -68,6 +71,38 @@ class Audition:
             other_seconds=max(self.other_seconds + more_seconds, 0.0),
         )
 
+    def timed(self, times: Mapping[tuple[str, str], float]) -> Audition:
+        """The same by a real clock: `times` are seconds by block and option.
+
+        What was not timed keeps its proportion to what was, by the predicted clock.
+        """
+        pairs = [
+            (times[block.name, option.name], option.seconds)
+            for block in self.chain.blocks
+            for option in block.options
+            if (block.name, option.name) in times and option.seconds
+        ]
+        ratio = statistics.median(real / told for real, told in pairs) if pairs else 1.0
+        blocks = tuple(
+            dataclasses.replace(
+                block,
+                options=tuple(
+                    dataclasses.replace(
+                        option,
+                        seconds=times.get((block.name, option.name), option.seconds * ratio),
+                    )
+                    for option in block.options
+                ),
+            )
+            for block in self.chain.blocks
+        )
+        return dataclasses.replace(
+            self,
+            chain=dataclasses.replace(self.chain, blocks=blocks),
+            other_seconds=self.other_seconds * ratio,
+            step_seconds=self.step_seconds * ratio,
+        )
+
     def seconds(self, solution: Solution) -> float:
         """Predicted seconds of a step."""
         return self.parts * (solution.seconds + self.other_seconds) + self.step_seconds
@@ -89,6 +124,9 @@ class _Heard:
     before: int
     """Bytes alive when its forward begins."""
     saved: int
+    """Bytes left after its forward."""
+    lapsed: int
+    """The part of them that is gone when backward begins, as autocast's copies of weights."""
     forward: int
     """Peak above `before`."""
     at_backward: int
@@ -102,15 +140,20 @@ class _Heard:
 
 def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Choices) -> Audition:
     """Hear every block with every option of its menu under these choices."""
-    menus = {block.path: found.options(block) for block in found.blocks}
+    members = Counter(block.kind for block in found.blocks)
+    menus = {
+        block.path: found.options(block)[: MOST_ROUNDS * members[block.kind]]
+        for block in found.blocks
+    }
     rounds = _rounds(found, menus)
+    even = with_even_parts(job, choices.micro_batch)
     heard: dict[Any, dict[str, _Heard]] = defaultdict(dict)
     base: _Round | None = None
     chunked = True
     for assigned in rounds:
         marks = _Marks(tuple(assigned))
         timeline = rehearse(
-            job,
+            even,
             gpu,
             ("build", "step"),
             choices=dataclasses.replace(choices, blocks=assigned),
@@ -129,7 +172,6 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         base = base or this
     if base is None:
         raise CannotRehearse("there is nothing to hear")
-    parts = -(-batch_size(_shapes(job)) // choices.micro_batch) if choices.micro_batch else 1
     waits = base.part.launches * clock.launch > base.part.kernels
 
     def seconds(kernels: float, launches: int) -> float:
@@ -140,16 +182,34 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
     return Audition(
         choices=choices,
         chain=_chain(found, menus, heard, base, seconds),
-        parts=parts,
+        parts=count_parts(job, choices.micro_batch),
         other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
         step_seconds=base.step.seconds(clock),
         loss_is_chunked=chunked,
     )
 
 
-def _shapes(job: Job) -> Any:
+def count_parts(job: Job, micro_batch: int | None) -> int:
+    """Micro-batches in a step."""
+    return -(-batch_size(make_batch(job)) // micro_batch) if micro_batch else 1
+
+
+def with_even_parts(job: Job, micro_batch: int | None) -> Job:
+    """The job with a last micro-batch as large as the others, so that any of them stands for all.
+
+    A smaller one comes when gradients exist, but takes less; it would hide what the others take.
+    """
     batch = make_batch(job)
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    total = batch_size(batch)
+    wanted = count_parts(job, micro_batch) * (micro_batch or total)
+    if wanted == total:
+        return job
+
+    def grown(leaf: Any) -> Any:
+        per_sample = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == total
+        return leaf[torch.arange(wanted) % total] if per_sample else leaf
+
+    return dataclasses.replace(job, batch=tree_map(grown, batch))
 
 
 def _rounds(found: Survey, menus: dict[str, tuple[str, ...]]) -> list[dict[str, str]]:
@@ -233,12 +293,19 @@ class _Round:
 def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
     """Read the last micro-batch of a marked timeline: gradients exist by then."""
     alive = _alive(timeline)
-    starts = [mark for mark in timeline.marks if mark.name == FORWARD]
-    done = [mark for mark in timeline.marks if mark.name == END_OF_STEP][-1]
+    starts, done = _last_step(timeline)
     start = starts[-1]
     last = {mark.name: mark for mark in timeline.marks if mark.event >= start.event}
     first = {mark.name: mark for mark in reversed(timeline.marks) if mark.event >= start.event}
     marks = [_BlockMarks.of(path, first, last, done) for path in assigned]
+    first_backward = min((block.backward for block in marks), key=_event, default=done)
+    last_end = max((block.end for block in marks), key=_event, default=start)
+    lapsing = [
+        block
+        for block in timeline.blocks
+        if block.death is not None
+        and start.event <= block.birth < last_end.event <= block.death < first_backward.event
+    ]
     heard = []
     for path, block in zip(assigned, marks, strict=True):
         before = _at(alive, block.forward)
@@ -248,6 +315,11 @@ def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
                 option=assigned[path],
                 before=before,
                 saved=_at(alive, block.end) - before,
+                lapsed=sum(
+                    _rounded(one.size)
+                    for one in lapsing
+                    if block.forward.event <= one.birth < block.end.event
+                ),
                 forward=_peak(alive, block.forward, block.end) - before,
                 at_backward=begins,
                 backward=_peak(alive, block.backward, block.done) - begins,
@@ -261,10 +333,9 @@ def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
                 - block.backward.launches,
             )
         )
-    part, step = part_and_step(timeline)
+    part, step = _part_and_step(timeline)
     if marks:
-        first_backward = min((block.backward for block in marks), key=lambda mark: mark.event)
-        loss = _peak(alive, marks[-1].end, first_backward)
+        loss = _peak(alive, last_end, first_backward)
         floor = max(_peak(alive, start, marks[0].forward), _peak(alive, marks[0].done, done))
     else:
         loss = 0
@@ -291,10 +362,20 @@ class Effort:
         return max(self.kernels, self.launches * clock.launch)
 
 
-def part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
+def step_effort(timeline: Timeline, parts: int) -> Effort:
+    """A step of so many micro-batches, of which only the first few were rehearsed."""
+    starts, done = _last_step(timeline)
+    whole = _effort(starts[0], done)
+    missing = parts - len(starts)
+    if not missing:
+        return whole
+    one = _effort(starts[1], starts[2])  # the first makes the gradients, others add to them
+    return Effort(whole.kernels + missing * one.kernels, whole.launches + missing * one.launches)
+
+
+def _part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
     """One micro-batch, and the optimizer step after the last of them."""
-    starts = [mark for mark in timeline.marks if mark.name == FORWARD]
-    done = [mark for mark in timeline.marks if mark.name == END_OF_STEP][-1]
+    starts, done = _last_step(timeline)
     last = _effort(starts[-1], done)
     if len(starts) == 1:  # nothing to tell the two apart by, and no need to
         return last, Effort(0.0, 0)
@@ -302,13 +383,31 @@ def part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
     return part, Effort(last.kernels - part.kernels, last.launches - part.launches)
 
 
+def _last_step(timeline: Timeline) -> tuple[list[Mark], Mark]:
+    """Where the micro-batches of the last step begin, and where it ends."""
+    starts: list[Mark] = []
+    steps = []
+    for mark in timeline.marks:
+        if mark.name == FORWARD:
+            starts.append(mark)
+        elif mark.name == END_OF_STEP:
+            steps.append((starts, mark))
+            starts = []
+    return steps[-1]
+
+
 def _effort(start: Mark, stop: Mark) -> Effort:
     return Effort(stop.seconds - start.seconds, stop.launches - start.launches)
 
 
 def peak_allocated(timeline: Timeline) -> int:
-    """The most bytes alive at any time."""
-    return int(_alive(timeline).values.max())
+    """The most bytes alive in the last step."""
+    starts, done = _last_step(timeline)
+    return _peak(_alive(timeline), starts[0], done)
+
+
+def _event(mark: Mark) -> int:
+    return mark.event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,11 +447,16 @@ class _Alive:
 def _alive(timeline: Timeline) -> _Alive:
     change = np.zeros(timeline.events + 1, dtype=np.int64)
     for block in timeline.blocks:
-        size = -(-block.size // ROUNDING) * ROUNDING
-        change[block.birth] += size
+        size = _rounded(block.size)
+        # A workspace stays once it is there: in all steps but the first it is from the beginning.
+        change[block.birth if block.category is not Category.WORKSPACE else 0] += size
         if block.death is not None:
             change[block.death] -= size
     return _Alive(np.cumsum(change))
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUNDING) * ROUNDING
 
 
 def _at(alive: _Alive, mark: Mark) -> int:
@@ -373,28 +477,29 @@ def _chain(
     """What each block saw around it, less what the blocks before it saved."""
     if not base.blocks:
         return Chain(blocks=(), loss_base=base.floor, floor=base.floor)
-    saved = [0]
+    saved, left = [0], [0]
     for one in base.blocks:
         saved.append(saved[-1] + one.saved)
+        left.append(left[-1] + one.saved - one.lapsed)
     blocks = []
     for at, (block, one) in enumerate(zip(found.blocks, base.blocks, strict=True)):
+        menu = [heard[block.kind][name] for name in menus[block.path]]
         blocks.append(
             ChainBlock(
                 name=block.path,
                 options=tuple(
                     Option(
-                        name=name,
-                        saved=heard[block.kind][name].saved,
-                        forward=heard[block.kind][name].forward,
-                        backward=heard[block.kind][name].saved + heard[block.kind][name].backward,
-                        seconds=seconds(
-                            heard[block.kind][name].seconds, heard[block.kind][name].launches
-                        ),
+                        name=option.option,
+                        saved=option.saved,
+                        forward=option.forward,
+                        backward=option.saved + option.backward,
+                        seconds=seconds(option.seconds, option.launches),
                     )
-                    for name in menus[block.path]
+                    for option in menu
                 ),
                 forward_base=one.before - saved[at],
-                backward_base=one.at_backward - saved[at + 1],
+                # What lapsed is not there any more; the solver believes it is, and errs upwards.
+                backward_base=one.at_backward - left[at + 1],
             )
         )
     return Chain(

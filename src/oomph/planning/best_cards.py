@@ -21,9 +21,6 @@ from oomph.rehearsal.timeline import Category
 from oomph.techniques.technique import Fidelity
 from oomph.units import format_bytes, parse_bytes
 
-#: How far the smallest budget for one card may be off for another that follows the same rules.
-DOUBT = 0.03
-
 
 @dataclass(frozen=True, kw_only=True)
 class CardPlan:
@@ -162,18 +159,18 @@ def best_cards(
     least = _held_throughout(job, allow)
     numbers = itertools.count(1)
     cards: list[CardPlan] = []
-    # Of cards that follow the same rules, the largest first: where there is no plan for one, what
-    # it would need tells about those after it.
+    # Of cards that follow the same rules, the largest first: where there is no plan for one, there
+    # is none for those after it.
     cuda.sort(key=lambda gpu: (gpu.compute_capability or (0, 0), gpu.memory), reverse=True)
     for _, alike in itertools.groupby(cuda, key=lambda gpu: gpu.compute_capability):
-        needs = float(least)
+        too_little = least - 1
         for gpu in alike:
             usable = int(min(limit, gpu.memory))
-            card, needs = _plan_for(
+            card, too_little = _plan_for(
                 job,
                 gpu,
                 usable,
-                needs,
+                too_little,
                 allow=allow,
                 compile_blocks=compile_blocks,
                 say=_numbered(say, gpu, next(numbers), len(cuda)),
@@ -195,25 +192,25 @@ def _plan_for(
     job: Job,
     gpu: GPU,
     usable: int,
-    needs: float,
+    too_little: int,
     *,
     allow: str | Fidelity,
     compile_blocks: bool,
     say: Say,
-) -> tuple[CardPlan, float]:
-    """The card's plan, and what a card like it needs at least, as far as is known by now."""
+) -> tuple[CardPlan, int]:
+    """The card's plan, and the most memory that is known to be too little on a card like it."""
     if job.precision in ("bf16", "bf16-mixed") and not gpu.has_bf16:
-        return CardPlan(gpu=gpu, plan=None, why_not="no bf16"), needs
-    if usable < needs:
-        why = f"needs at least {format_bytes(needs)}"
-        return CardPlan(gpu=gpu, plan=None, why_not=why), needs
+        return CardPlan(gpu=gpu, plan=None, why_not="no bf16"), too_little
+    if usable <= too_little:
+        why = f"needs more than {format_bytes(too_little)}"
+        return CardPlan(gpu=gpu, plan=None, why_not=why), too_little
     found = try_plan(
         job, budget=usable, gpu=gpu, allow=allow, compile_blocks=compile_blocks, say=say
     )
     if isinstance(found, NoPlan):
         why = f"needs {format_bytes(found.smallest_budget)}"
-        return CardPlan(gpu=gpu, plan=None, why_not=why), found.smallest_budget * (1 - DOUBT)
-    return CardPlan(gpu=gpu, plan=found), needs
+        return CardPlan(gpu=gpu, plan=None, why_not=why), usable
+    return CardPlan(gpu=gpu, plan=found), too_little
 
 
 def _held_throughout(job: Job, allow: str | Fidelity) -> int:

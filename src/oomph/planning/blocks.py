@@ -1,14 +1,15 @@
 """Blocks: the repeated parts of a model, found without its author's help.
 
-A block is one of several modules of a class that follow each other, in a list, a sequence, or as
-neighbours in a stage. Where a repeated module holds a chain of repeated modules itself (the stages
-of a vision model), the inner ones are the blocks; experts that stand side by side are not a chain.
-Whether modules form a chain only a run can tell, so it is asked of a record of their calls.
+A block is one of several modules that follow each other: in a list or a sequence, or as neighbours
+of one class; or one module that runs several times. Where it is a stage, which holds a list of
+blocks itself, those are the blocks; experts that stand side by side are not a chain. Whether
+modules form a chain only a run can tell, so it is asked of a record of their calls.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,55 +18,85 @@ from torch import nn
 #: What a call of a module took and gave, as keys of storages, in the order of calls.
 Call = tuple[str, frozenset[int], frozenset[int]]
 
-_STRUCTURE = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A module that may be a block, and the families inside it."""
+
+    path: str
+    matrices: int
+    """How many weights it has that are more than a row; a layer with its norm has one."""
+    inner: tuple[Family, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Neighbours of one class, by path, and the families inside them."""
+    """Modules that stand beside each other."""
 
-    paths: tuple[str, ...]
-    inner: tuple[Family, ...]
+    members: tuple[Member, ...]
+    is_list: bool
+    """Whether they are one list of one class, as in a stage."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Where its members are."""
+        return [member.path for member in self.members]
 
     def all_paths(self) -> Iterator[str]:
         """The paths of this family and of those inside it."""
-        yield from self.paths
-        for family in self.inner:
-            yield from family.all_paths()
+        for member in self.members:
+            yield member.path
+            for family in member.inner:
+                yield from family.all_paths()
 
 
 def families(model: nn.Module) -> list[Family]:
-    """Every group of neighbours that are alike, outermost first."""
-    return _families(model, "")
+    """Every group of modules that could follow each other, outermost first."""
+    return _families(model, "", set())
 
 
-def _families(module: nn.Module, path: str) -> list[Family]:
-    members = list(_members(module, path))
-    kinds = [type(member) for _, member in members]
-    found: list[Family] = []
-    for kind in dict.fromkeys(kinds):
-        alike = [(at, member) for at, member in members if type(member) is kind]
-        inner = tuple(family for at, member in alike for family in _families(member, at))
-        if len(alike) > 1 and _is_compound(alike[0][1]):
-            found.append(Family(paths=tuple(at for at, _ in alike), inner=inner))
-        else:
-            found.extend(inner)
-    return found
+def _families(module: nn.Module, path: str, seen: set[int]) -> list[Family]:
+    groups: dict[str | type, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for shared, at, member in _members(module, path):
+        # A module that is there twice is one block.
+        if id(member) not in seen and _count_leaves(member) > 1:
+            seen.add(id(member))
+            groups[shared].append((at, member))
+    return [
+        Family(
+            members=tuple(
+                Member(
+                    path=at,
+                    matrices=sum(1 for parameter in member.parameters() if parameter.dim() > 1),
+                    inner=tuple(_families(member, at, seen)),
+                )
+                for at, member in group
+            ),
+            is_list=isinstance(shared, str) and len({type(one) for _, one in group}) == 1,
+        )
+        for shared, group in groups.items()
+    ]
 
 
-def _members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module's children, with lists and sequences opened up."""
+def _members(
+    module: nn.Module, path: str, within: str | None = None
+) -> Iterator[tuple[str | type, str, nn.Module]]:
+    """The module's children, each by what it shares: the outermost list it is in, or its class."""
+    if within is None and isinstance(module, (*_LISTS, nn.Sequential)):
+        within = path
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
-        if type(child) in _STRUCTURE:
-            yield from _members(child, at)
+        if type(child) in _LISTS:
+            yield from _members(child, at, within)
         else:
-            yield at, child
+            yield type(child) if within is None else within, at, child
 
 
-def _is_compound(module: nn.Module) -> bool:
-    """Whether a module does more than one thing; a lone linear layer is not worth a block."""
-    return sum(1 for part in module.modules() if not list(part.children())) > 1
+def _count_leaves(module: nn.Module) -> int:
+    """What a module does; one that does but one thing, as a linear layer, is not worth a block."""
+    return sum(1 for part in module.modules() if not list(part.children()))
 
 
 def choose_blocks(found: Sequence[Family], calls: Sequence[Call]) -> list[str]:
@@ -73,15 +104,13 @@ def choose_blocks(found: Sequence[Family], calls: Sequence[Call]) -> list[str]:
     chosen: list[str] = []
 
     def choose(family: Family) -> None:
-        inner = [one for one in family.inner if is_chain(one.paths, calls)]
-        if inner:
+        chain = is_chain(family.paths, calls)
+        for member in family.members:
+            inner = _lists_inside(member, calls) if chain else member.inner
             for one in inner:
                 choose(one)
-        elif is_chain(family.paths, calls):
-            chosen.extend(family.paths)
-        else:
-            for one in family.inner:
-                choose(one)
+            if chain and not inner:
+                chosen.append(member.path)
 
     for family in found:
         choose(family)
@@ -89,12 +118,28 @@ def choose_blocks(found: Sequence[Family], calls: Sequence[Call]) -> list[str]:
     return sorted((path for path in chosen if path in order), key=lambda path: order[path])
 
 
+def _lists_inside(stage: Member, calls: Sequence[Call]) -> list[Family]:
+    """The lists of blocks that a stage is made of; none where it is a block itself."""
+    found: list[Family] = []
+
+    def search(member: Member) -> None:
+        for family in member.inner:
+            # One matrix is a layer of a block, not a block.
+            is_list = family.is_list and family.members[0].matrices > 1
+            if is_list and is_chain(family.paths, calls):
+                found.append(family)
+            else:
+                for one in family.members:
+                    search(one)
+
+    search(stage)
+    inside = sum(member.matrices for family in found for member in family.members)
+    return found if 2 * inside > stage.matrices else []
+
+
 def is_chain(paths: Sequence[str], calls: Sequence[Call]) -> bool:
-    """Whether most of these modules take what the one before them gave."""
-    made = {path: gave for path, _, gave in calls}
-    took = {path: taken for path, taken, _ in calls}
-    links = [
-        bool(made.get(before, frozenset()) & took.get(after, frozenset()))
-        for before, after in itertools.pairwise(paths)
-    ]
+    """Whether most calls of these modules take what the call before them gave."""
+    among = set(paths)
+    own = [(taken, gave) for path, taken, gave in calls if path in among]
+    links = [bool(gave & taken) for (_, gave), (taken, _) in itertools.pairwise(own)]
     return sum(links) * 2 >= len(links) and any(links)

@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from oomph.gpus import GPU
-from oomph.job import Job, batch_size, make_batch
-from oomph.planning.audition import part_and_step, peak_allocated
+from oomph.job import Job
+from oomph.planning.audition import count_parts, peak_allocated, step_effort
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.timeline import Timeline
 from oomph.techniques.technique import Fidelity
 from oomph.timing.clock import Clock
 
@@ -28,17 +29,33 @@ class _Difference:
 
 
 def describe_changes(
-    job: Job, gpu: GPU | None, clock: Clock, before: Choices, after: Choices
+    job: Job,
+    gpu: GPU | None,
+    clock: Clock,
+    before: Choices,
+    after: Choices,
+    rehearsed: Timeline,
 ) -> tuple[Change, ...]:
-    """Every difference between the two, with the memory it saves and the time it costs."""
-    with_all = _take(job, gpu, clock, after)
+    """Every difference between the two, with the memory it saves and the time it costs.
+
+    `rehearsed` is the job with all of `after`, by the same clock.
+    """
+
+    def take(choices: Choices, timeline: Timeline) -> tuple[int, float]:
+        parts = count_parts(job, choices.micro_batch)
+        return peak_allocated(timeline), step_effort(timeline, parts).seconds(clock)
+
+    with_all = take(after, rehearsed)
     changes = []
     for one in _differences(after):
         if getattr(before, one.field) == getattr(after, one.field):
             continue
         fields = (one.field, *one.with_it)
         undone = dataclasses.replace(after, **{name: getattr(before, name) for name in fields})
-        without = _take(job, gpu, clock, undone)
+        # How the allocator caches is no tensor's business.
+        same = dataclasses.replace(undone, allocator=after.allocator) == after
+        timeline = rehearsed if same else _rehearse(job, gpu, clock, undone)
+        without = take(undone, timeline)
         changes.append(
             Change(
                 technique=one.technique,
@@ -52,20 +69,17 @@ def describe_changes(
     return tuple(changes)
 
 
-def _take(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> tuple[int, float]:
-    """Peak bytes and seconds of a step."""
-    timeline = rehearse(
-        job, gpu, ("build", "step"), choices=choices, clock=clock, skip_first_step=True
-    )
-    part, step = part_and_step(timeline)
-    size = choices.micro_batch
-    parts = -(-batch_size(make_batch(job)) // size) if size else 1
-    return peak_allocated(timeline), parts * part.seconds(clock) + step.seconds(clock)
+def _rehearse(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Timeline:
+    return rehearse(job, gpu, ("build", "step"), choices=choices, clock=clock, skip_first_step=True)
+
+
+def fusing_rounds(precision: str) -> bool:
+    """Whether it shows that fused kernels do not round between the ops they fuse."""
+    return precision not in ("fp32", "tf32")
 
 
 def _differences(after: Choices) -> list[_Difference]:
-    mixed = after.precision in ("bf16-mixed", "fp16-mixed")
-    fused_kernels = Fidelity.ROUNDING if mixed else Fidelity.EXACT
+    fused_kernels = Fidelity.ROUNDING if fusing_rounds(after.precision) else Fidelity.EXACT
     return [
         _Difference(
             technique="precision",

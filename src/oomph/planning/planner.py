@@ -14,9 +14,9 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -25,9 +25,11 @@ from oomph.errors import BadInput, CannotRehearse, DoesNotFit
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, batch_size, make_batch
-from oomph.planning.audition import Audition, audition
-from oomph.planning.changes import describe_changes
+from oomph.planning.audition import Audition, audition, count_parts
+from oomph.planning.block_timer import BlockTimer, Times
+from oomph.planning.changes import describe_changes, fusing_rounds
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Weights
+from oomph.planning.hardware_notes import size_notes
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
@@ -35,6 +37,7 @@ from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
+from oomph.rehearsal.timeline import Timeline
 from oomph.techniques.allocator_settings import EXPANDABLE
 from oomph.techniques.technique import Fidelity
 from oomph.timing.clock import Clock
@@ -47,8 +50,8 @@ HEARD_CHUNK = 2048
 #: How much faster a plan with other weights must be to be preferred.
 FORMAT_HANDICAP = 1.02
 MASTERS: Weights = "bf16 with fp32 masters"
-#: How much faster a smaller micro-batch must be able to get to be heard at all.
-WORTH_HEARING = 0.005
+#: How much faster a size of micro-batch must be able to get to be heard at all.
+WORTH_HEARING = 1e-6
 #: The part of the budget that is left for fragmentation before any plan is checked.
 FIRST_MARGIN = 0.015
 #: What it takes, at a guess, to give cached memory back and ask for it anew.
@@ -66,12 +69,14 @@ def plan(
     gpu: str | GPU | None = None,
     allow: str | Fidelity = Fidelity.ROUNDING,
     compile_blocks: bool = True,
+    timer: BlockTimer | None = None,
     say: Say = lambda _: None,
 ) -> Plan:
     """The fastest plan for `job` that stays inside `budget` on `gpu`, with no GPU needed.
 
     Without `gpu` the plan is for the CPU. `allow` is how far its numbers may be from the untouched
-    job's. Raises `DoesNotFit`, which carries the smallest budget that would do.
+    job's. With a `timer` the blocks of the best plan are timed for real. Raises `DoesNotFit`, which
+    carries the smallest budget that would do.
     """
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if budget is None and card is None:
@@ -89,6 +94,7 @@ def plan(
         budget=limit,
         allow=fidelity,
         compiles=compile_blocks and card is not None,
+        timer=timer,
         say=say,
     )
     try:
@@ -115,6 +121,7 @@ class _Planner:
     budget: int
     allow: Fidelity
     compiles: bool
+    timer: BlockTimer | None
     say: Say
     notes: list[str] = dataclasses.field(default_factory=list)
     heard: list[Audition] = dataclasses.field(default_factory=list)
@@ -131,42 +138,47 @@ class _Planner:
         self.batch = make_batch(self.job)
         self.notes += self.found.left_alone
         self._hear_all()
+        self._time_the_best()
         estimate, candidate = self._check_until_one_fits()
-        candidate, estimate = self._without_what_is_not_needed(candidate, estimate)
         changes = self._changes(candidate, estimate)
         return self._report(candidate, estimate, changes, time.perf_counter() - began)
 
     def _remember(self, model: nn.Module, optimizer: Any) -> None:
         gpu = self.gpu.name if self.gpu is not None else None
         self.made_for = MadeFor.of(self.job.name, model, make_batch(self.job), optimizer, gpu)
+        self.notes += size_notes(model, self.job.precision, self.gpu)
 
     # -- what could be done -----------------------------------------------------------------------
 
     def _hear_all(self) -> None:
         """Hear every way to run the job that may win."""
         sizes = self._micro_batches()
+        times: dict[int, _Times] = {}
         best, best_at = math.inf, 0
 
-        def hear(at: int) -> float:
-            """Hear one size; returns its seconds with everything kept."""
+        def hear(at: int) -> None:
             nonlocal best, best_at
-            heard = [self._hear(base) for base in self._bases(sizes[at])]
+            heard = self._hear_size(sizes[at])
             room = self._room()
             solved = min((one for h in heard for one in self._solutions(h, room)), default=None)
+            fastest = min(variant.fastest for one in heard for variant in self._chunked(one))
+            seconds = math.inf
             if solved is not None:
                 seconds = solved.heard.seconds(solved.solution)
-                if seconds < best:
-                    best, best_at = seconds, at
                 self._weights = self._weights or solved.choices.weights
-            return min(variant.fastest for one in heard for variant in self._chunked(one))
+            if seconds < best:
+                best, best_at = seconds, at
+            times[heard[0].parts] = _Times(fastest=fastest, solved=seconds)
+
+        def may_win(at: int) -> bool:
+            least = _least_seconds(count_parts(self.job, sizes[at]), times)
+            return least * (1 + WORTH_HEARING) < best
 
         for at in range(0, len(sizes), 2):
-            # Smaller micro-batches launch more and multiply smaller matrices: where not even
-            # keeping everything makes them faster, smaller ones need not be heard.
-            if hear(at) * (1 + WORTH_HEARING) >= best:
-                break
+            if may_win(at):
+                hear(at)
         for at in (best_at - 1, best_at + 1):
-            if 0 < at < len(sizes) and at % 2:
+            if 0 < at < len(sizes) and at % 2 and may_win(at):
                 hear(at)
 
     def _micro_batches(self) -> list[int | None]:
@@ -184,7 +196,7 @@ class _Planner:
         if precision == "fp32" and self.gpu is not None and self.allow.allows(Fidelity.ROUNDING):
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
         mixed = precision in ("bf16-mixed", "fp16-mixed")
-        compiled = self.compiles and self._may_compile(mixed)
+        compiled = self.compiles and self._may_compile(precision)
         head = self._head()
         rows = self._rows(size)
         base = Choices(
@@ -209,9 +221,9 @@ class _Planner:
             bases += [dataclasses.replace(one, low_bit_state=True) for one in bases]
         return bases
 
-    def _may_compile(self, mixed: bool) -> bool:
-        # Fused kernels do not round between the ops they fuse: in half precision that shows.
-        return not mixed or self.allow.allows(Fidelity.ROUNDING)
+    def _may_compile(self, precision: str) -> bool:
+        rounds = fusing_rounds(precision) and not self.allow.allows(Fidelity.ROUNDING)
+        return bool(self.found.blocks or self.found.others) and not rounds
 
     def _may_step_in_backward(self, precision: str) -> bool:
         return (
@@ -236,7 +248,20 @@ class _Planner:
 
     # -- hearing and solving ----------------------------------------------------------------------
 
-    def _hear(self, base: Choices) -> Audition:
+    def _hear_size(self, size: int | None) -> list[Audition]:
+        """Hear the ways to run one size of micro-batch, but for those heard before."""
+        heard = []
+        for base in self._bases(size):
+            before = next((one for one in self.heard if one.choices == base), None)
+            one = before or self._hear(base)
+            if one is None:
+                return self._hear_size(size)
+            heard.append(one)
+        self.heard += [one for one in heard if one not in self.heard]
+        return heard
+
+    def _hear(self, base: Choices) -> Audition | None:
+        """Hear one way; None where it cannot be gone, which is noted and not tried again."""
         size = base.micro_batch or batch_size(self.batch)
         self.say(f"trying micro-batches of {size}")
         try:
@@ -245,16 +270,19 @@ class _Planner:
             if base.compiled:
                 self.notes.append(f"blocks are not compiled: {error}")
                 self.compiles = False
-                return self._hear(dataclasses.replace(base, compiled=False, compiled_others=()))
-            raise
+            elif self.found.blocks:
+                self.notes.append(f"no block is recomputed: {error}")
+                self.found = dataclasses.replace(self.found, blocks=())
+            else:
+                raise
+            return None
         if base.head and not heard.loss_is_chunked:
             self.notes.append(
                 f"the loss is not chunked: what {base.head} gives is used for more than"
                 " cross_entropy"
             )
             self.found = dataclasses.replace(self.found, heads={})
-            return self._hear(dataclasses.replace(base, head="", loss_chunk=None))
-        self.heard.append(heard)
+            return None
         return heard
 
     def _solutions(self, heard: Audition, room: int) -> Iterator[_Candidate]:
@@ -299,12 +327,33 @@ class _Planner:
             variants.append(heard.with_loss(size, more_bytes, more_seconds))
         return variants
 
+    def _time_the_best(self) -> None:
+        """Replace the clock's seconds by real ones, for the ways to run blocks that may win."""
+        best = self._fastest(self._room(), set()) if self.timer is not None else None
+        if self.timer is None or best is None or not self.found.blocks:
+            return
+        self.say("timing blocks")
+        # One block stands for its class, not one at an end of the chain where there is another.
+        inner_first = [*self.found.blocks[1:-1], *self.found.blocks]
+        stands_for = {block.kind: block.path for block in reversed(inner_first)}
+        kinds = {block.path: block.kind for block in self.found.blocks}
+        menus: dict[str, list[str]] = {path: [KEEP, RECOMPUTE] for path in stands_for.values()}
+        for path, how in best.choices.blocks.items():
+            menus[stands_for[kinds[path]]].append(how)
+        times = self.timer.time(best.choices, menus)
+        real = {
+            (path, how): seconds
+            for path, kind in kinds.items()
+            for (timed, how), seconds in times.items()
+            if timed == stands_for[kind]
+        }
+        self.heard = [heard.timed(_share(real, heard, best.heard)) for heard in self.heard]
+
     # -- checking ---------------------------------------------------------------------------------
 
     def _check_until_one_fits(self) -> tuple[Estimate, _Candidate]:
         """Check the fastest, and where it fails solve all again with that much less room."""
         room = self._room()
-        least = math.inf
         best: tuple[float, Estimate, _Candidate] | None = None
         checked: set[str] = set()
         for _ in range(MOST_CHECKS):
@@ -312,7 +361,7 @@ class _Planner:
             if candidate is None:
                 break
             checked.add(str(candidate.choices))
-            estimate, candidate = self._check(candidate)
+            estimate, candidate = self._check_simplest(candidate, room)
             if estimate.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
                 seconds = candidate.seconds + estimate.allocator_retries * RETRY_SECONDS
@@ -324,10 +373,9 @@ class _Planner:
             elif best is not None:
                 break
             else:
-                least = min(least, estimate.smallest_budget)
                 missing = max(estimate.smallest_budget - self.budget, room // 200)
             room = min(room, candidate.solution.peak) - missing
-        return best[1:] if best is not None else self._refuse(least)
+        return best[1:] if best is not None else self._refuse()
 
     def _fastest(self, room: int, without: set[str]) -> _Candidate | None:
         """The fastest way to run the job in this room that was not checked yet."""
@@ -339,17 +387,21 @@ class _Planner:
         ]
         return min(found, default=None)
 
-    def _refuse(self, least: float) -> tuple[Estimate, _Candidate]:
+    def _refuse(self) -> tuple[Estimate, _Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""
+        sizes = self._micro_batches()
+        self._weights = None
+        # The whole batch can step in backward, the smallest part has the fewest activations.
+        heard = [h for size in dict.fromkeys((sizes[0], sizes[-1])) for h in self._hear_size(size)]
         lean = [
             self._candidate(variant, leanest(variant.chain))
-            for heard in self.heard
-            for variant in self._chunked(heard)
+            for one in heard
+            for variant in self._chunked(one)
         ]
         estimate, candidate = self._check(min(lean, key=lambda one: one.solution.peak))
         if estimate.fits:
             return estimate, candidate
-        need = int(min(least, estimate.smallest_budget))
+        need = estimate.smallest_budget
         raise DoesNotFit(
             f"no plan fits {format_bytes(self.budget)}: the leanest needs {format_bytes(need)}"
             f" ({self._advice()})",
@@ -361,44 +413,39 @@ class _Planner:
             return "8-bit optimizer state needs less: --allow lossy"
         return "a shorter sequence, a smaller model or a larger card would do"
 
+    def _check_simplest(self, candidate: _Candidate, room: int) -> tuple[Estimate, _Candidate]:
+        """Stepping in backward buys memory, not time: leave it out where there is enough."""
+        spare = room - candidate.solution.peak
+        if candidate.choices.optimizer_in_backward and spare > 4 * self.found.trainable:
+            choices = dataclasses.replace(candidate.choices, optimizer_in_backward=False)
+            estimate, simpler = self._check(dataclasses.replace(candidate, choices=choices))
+            if estimate.fits and not estimate.allocator_retries:
+                return estimate, simpler
+        return self._check(candidate)
+
     def _check(self, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
         self.say("checking a plan by rehearsing it")
-        began = time.perf_counter()
-        timeline = rehearse(self.job, self.gpu, PHASES, choices=candidate.choices)
-        plain, expandable = (
-            judge(
-                timeline,
-                job=self.job.name,
-                gpu=self.gpu,
-                budget=self.budget,
-                settings=AllocatorSettings.parse(settings),
-                phases=PHASES,
-                seconds=time.perf_counter() - began,
-            )
-            for settings in ("", EXPANDABLE if self.gpu is not None else "")
-        )
-        # Retries cost time in every step: better not to need them.
-        if (not plain.fits and expandable.fits) or (
-            plain.allocator_retries > expandable.allocator_retries and expandable.fits
-        ):
-            choices = dataclasses.replace(candidate.choices, allocator=EXPANDABLE)
-            return expandable, dataclasses.replace(candidate, choices=choices)
-        return plain, candidate
+        timeline = rehearse(self.job, self.gpu, PHASES, choices=candidate.choices, clock=self.clock)
+        plain = self._judge(timeline, "")
+        if self.gpu is None or (plain.fits and not plain.allocator_retries):
+            return plain, candidate
+        expandable = self._judge(timeline, EXPANDABLE)
+        if _merit(expandable) <= _merit(plain):
+            return plain, candidate
+        choices = dataclasses.replace(candidate.choices, allocator=EXPANDABLE)
+        return expandable, dataclasses.replace(candidate, choices=choices)
 
-    def _without_what_is_not_needed(
-        self, candidate: _Candidate, estimate: Estimate
-    ) -> tuple[_Candidate, Estimate]:
-        """Stepping in backward buys memory, not time: leave it out where there is enough."""
-        gradients = 4 * self.found.trainable
-        spare = self.budget - estimate.peak.device
-        if candidate.choices.optimizer_in_backward and spare > gradients:
-            choices = dataclasses.replace(candidate.choices, optimizer_in_backward=False)
-            simpler = dataclasses.replace(candidate, choices=choices)
-            checked, simpler = self._check(simpler)
-            if checked.fits and not checked.allocator_retries:
-                return simpler, checked
-        return candidate, estimate
+    def _judge(self, timeline: Timeline, settings: str) -> Estimate:
+        return judge(
+            timeline,
+            job=self.job.name,
+            gpu=self.gpu,
+            budget=self.budget,
+            settings=AllocatorSettings.parse(settings),
+            phases=PHASES,
+            seconds=0.0,
+        )
 
     # -- saying it --------------------------------------------------------------------------------
 
@@ -410,7 +457,9 @@ class _Planner:
         before = Choices(
             precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks
         )
-        return describe_changes(self.job, self.gpu, self.clock, before, candidate.choices)
+        return describe_changes(
+            self.job, self.gpu, self.clock, before, candidate.choices, estimate.timeline
+        )
 
     def _report(
         self,
@@ -420,6 +469,14 @@ class _Planner:
         planning_seconds: float,
     ) -> Plan:
         assert self.made_for is not None
+        if self.found.draws_random_numbers and candidate.choices.micro_batch not in (
+            None,
+            self.job.micro_batch,
+        ):
+            self.notes.append(
+                "micro-batches draw other random numbers than the whole batch would; each is as"
+                " random"
+            )
         unlimited = min(one.fastest for heard in self.heard for one in self._chunked(heard))
         seconds = candidate.heard.seconds(candidate.solution)
         return Plan(
@@ -456,3 +513,49 @@ class _Planner:
             ),
             default=0,
         )
+
+
+class _Times(NamedTuple):
+    """Seconds of a step in some number of parts."""
+
+    fastest: float
+    """With everything kept."""
+    solved: float
+    """Inside the budget; infinite where that is not possible."""
+
+
+def _least_seconds(parts: int, known: Mapping[int, _Times]) -> float:
+    """Seconds that a step in so many parts takes at least, by what other numbers of parts take.
+
+    Parts cost time of their own: they launch more and multiply smaller matrices. And larger parts
+    need more memory, so that at least as much has to be given for it.
+    """
+    fewer = sorted(number for number in known if number < parts)
+    least = known[fewer[-1]].fastest if fewer else 0.0
+    if len(fewer) > 1:
+        first, last = fewer[-2:]
+        slope = (known[last].fastest - known[first].fastest) / (last - first)
+        least += max(slope, 0.0) * (parts - last)
+    # A step in one part is another matter: it can step the optimizer in backward.
+    given = [known[number] for number in known if number > parts > 1]
+    return least + max((times.solved - times.fastest for times in given), default=0.0)
+
+
+def _merit(estimate: Estimate) -> tuple[bool, int, int]:
+    """Fitting is better than not, then few retries, then a small need."""
+    return estimate.fits, -estimate.allocator_retries, -estimate.smallest_budget
+
+
+def _share(real: Times, heard: Audition, best: Audition) -> Times:
+    """Real seconds, for an audition of micro-batches of another size by the clock's proportion."""
+    clock = {
+        (block.name, option.name): option.seconds
+        for block in best.chain.blocks
+        for option in block.options
+    }
+    return {
+        (block.name, option.name): real[key] * option.seconds / clock[key]
+        for block in heard.chain.blocks
+        for option in block.options
+        if (key := (block.name, option.name)) in real and clock.get(key)
+    }

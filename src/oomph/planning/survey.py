@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class Survey:
     can_low_bit: bool
     steps_per_parameter: bool
     """Whether the optimizer can step one parameter after the other."""
+    draws_random_numbers: bool
+    """Whether a forward does, as dropout."""
     whole_because: str
     """Why a batch must not be split; empty where it may."""
     left_alone: tuple[str, ...]
@@ -95,7 +98,11 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
     seen = _Seen(clock=clock, look=look)
     plain = dataclasses.replace(job, checkpointing="none", micro_batch=None)
     rehearse(plain, gpu, ("eval",), watch=seen.watch)
-    chosen = choose_blocks(seen.families, seen.calls)
+    chosen = [
+        path
+        for path in choose_blocks(seen.families, seen.calls)
+        if seen.takes_part_in_backward(path) and not seen.holds_a_head(path)
+    ]
     hooked = [path for path in chosen if path in seen.hooked]
     left_alone = tuple(
         f"{path} has a hook inside, which recompute would call twice" for path in hooked
@@ -108,6 +115,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         can_fuse=seen.can_fuse,
         can_low_bit=seen.can_low_bit,
         steps_per_parameter=seen.steps_per_parameter,
+        draws_random_numbers=seen.draws_random_numbers,
         whole_because=seen.whole_because,
         left_alone=left_alone,
     )
@@ -130,7 +138,10 @@ class _Seen:
         self._kinds: dict[str, tuple[Any, ...]] = {}
         self._sizes: dict[str, int] = {}
         self._ops: dict[Any, tuple[SavableOp, ...]] = {}
-        self._logs: list[_OpLog] = []
+        self._log = _OpLog(clock)
+        #: Where in the log each call that has begun did.
+        self._starts: list[int] = []
+        self._differentiated: set[str] = set()
 
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, recorder: Recorder
@@ -139,6 +150,9 @@ class _Seen:
         assert optimizer is not None
         self._model = model
         self._look(model, optimizer)
+        # As in training: evaluation runs other kernels, and tells nothing of what is frozen.
+        model.eval = model.train  # type: ignore[method-assign]
+        model.forward = torch.enable_grad()(model.forward)
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.can_fuse = can_fuse(optimizer) and not all(
             group.get("fused") for group in optimizer.param_groups
@@ -150,28 +164,54 @@ class _Seen:
             path: (head.out_features, head.in_features) for path, head in find_heads(model)
         }
         self.whole_because = why_whole(model)
-        paths = [path for family in self.families for path in family.all_paths()]
+        paths = ["", *(path for family in self.families for path in family.all_paths())]
         modules = {path: model.get_submodule(path) for path in paths}
         self.hooked = {path for path, module in modules.items() if _has_own_hooks(module)}
         for path, module in modules.items():
             module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(functools.partial(self._leave, path), with_kwargs=True)
+            module.register_forward_hook(
+                functools.partial(self._leave, path), with_kwargs=True, always_call=True
+            )
 
     def _enter(self, *_: Any) -> None:
-        log = _OpLog(self._clock)
-        log.__enter__()
-        self._logs.append(log)
+        if not self._starts:
+            self._log.__enter__()
+        self._starts.append(len(self._log.ops))
 
     def _leave(self, path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        log = self._logs.pop()
-        log.__exit__(None, None, None)
-        taken = list(tensors_in((args, kwargs)))
-        self.calls.append((path, _keys(taken), _keys(tensors_in(out))))
+        ops = self._log.ops[self._starts.pop() :]
+        if not self._starts:
+            self._log.__exit__(None, None, None)
+        if sys.exc_info()[0] is not None:  # called while an error passes
+            return
+        taken, given = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        self.calls.append((path, _keys(taken), _keys(given)))
+        if any(tensor.requires_grad for tensor in given):
+            self._differentiated.add(path)
         weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
         shapes = tuple((tuple(t.shape), t.dtype) for t in taken)
-        self._kinds[path] = (type(module), weights, shapes)
+        # Blocks of one class can still do different things, as every second one of a Swin does.
+        kind = (type(module), weights, shapes, tuple(func for func, _ in ops))
+        self._kinds[path] = kind
         self._sizes[path] = sum(p.numel() for p in module.parameters())
-        self._ops.setdefault(self._kinds[path], tuple(log.ops))
+        if kind not in self._ops:
+            self._ops[kind] = _named([op for _, op in ops if op is not None])
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether any op that ran did."""
+        return self._log.draws_random_numbers
+
+    def takes_part_in_backward(self, path: str) -> bool:
+        """Whether something that is trained comes before or inside a block.
+
+        Where a loss goes around the model's forward nothing is known, and every block may.
+        """
+        return path in self._differentiated or not self._differentiated
+
+    def holds_a_head(self, path: str) -> bool:
+        """Whether an output layer, which may be chunked with its loss, is inside."""
+        return any(head.startswith(f"{path}.") for head in self.heads)
 
     def others(self, blocks: Sequence[str]) -> tuple[str, ...]:
         """Small modules of a library's own, such as norms, that stand outside the blocks."""
@@ -194,30 +234,47 @@ class _Seen:
 
 
 class _OpLog(TorchDispatchMode):
-    """Writes down the ops whose results are worth saving."""
+    """Writes down all ops, and what is to know of those whose results are worth saving."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.ops: list[SavableOp] = []
+        self.ops: list[tuple[Any, SavableOp | None]] = []
+        self.draws_random_numbers = False
         self._clock = clock
-        self._counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        kind = KINDS.get(func)
-        if kind is not None:
-            work = work_of(func, args, out)
-            self.ops.append(
-                SavableOp(
-                    name=f"{kind}#{self._counts[kind]}",
-                    nbytes=sum(t.numel() * t.element_size() for t in tensors_in(out)),
-                    seconds=self._clock.seconds(work),
-                )
+        savable = None
+        if (kind := KINDS.get(func)) is not None:
+            savable = SavableOp(
+                name=kind,
+                nbytes=sum(t.numel() * t.element_size() for t in tensors_in(out)),
+                seconds=self._clock.seconds(work_of(func, args, out)),
             )
-            self._counts[kind] += 1
+        self.ops.append((func, savable))
+        self.draws_random_numbers |= _draws(func, args, kwargs or {})
         return out
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers; attention does where it has dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
+
+
+def _named(ops: Sequence[SavableOp]) -> tuple[SavableOp, ...]:
+    """The ops of one block, each with its number among those of its kind."""
+    counts: Counter[str] = Counter()
+    named = []
+    for op in ops:
+        named.append(dataclasses.replace(op, name=f"{op.name}#{counts[op.name]}"))
+        counts[op.name] += 1
+    return tuple(named)
 
 
 def _keys(tensors: Any) -> frozenset[int]:

@@ -9,13 +9,14 @@ those buffers in the graphs' order.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,9 +24,10 @@ from torch import Tensor, fx, nn
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from oomph.errors import CannotRehearse, OomphError
@@ -36,6 +38,44 @@ from oomph.techniques.recompute import KINDS, replace_forward
 from oomph.techniques.technique import Undo
 
 
+class _Meta(NamedTuple):
+    """What is to know of a tensor that a block returns."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    wants_gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """What a block returns: tensors, by what is known of them, and constants, in their nest."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Result:
+        leaves, spec = tree_flatten(value)
+        known = tuple(
+            _Meta(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        )
+        return cls(leaves=known, spec=spec)
+
+    @property
+    def metas(self) -> tuple[_Meta, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, _Meta))
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """The value with these tensors in it."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, _Meta) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
     """A block's joint graph of forward and backward, uncut."""
@@ -43,12 +83,9 @@ class _Traced:
     joint: fx.GraphModule
     inputs: Any
     options: dict[str, Any]
-    outputs: int
-    """How many tensors the block returns."""
-    spec: Any
-    """How they are nested."""
-    metas: tuple[Any, ...]
-    """(shape, stride, dtype) of each."""
+    result: _Result
+    written: int
+    """How many buffers the forward writes to: their new values come before the results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +94,21 @@ class _Cut:
 
     forward: Program
     backward: Program
-    outputs: int
-    spec: Any
-    metas: tuple[Any, ...]
+    result: _Result
+    names: tuple[str, ...]
+    """The buffers of the result's tensors."""
+    kept: tuple[str, ...]
+    """The buffers that backward needs."""
+
+    @property
+    def made(self) -> dict[str, _Meta]:
+        """The result's tensors that are not just given back."""
+        inputs = set(self.forward.inputs)
+        return {
+            name: meta
+            for name, meta in zip(self.names, self.result.metas, strict=True)
+            if name not in inputs
+        }
 
 
 @dataclass
@@ -97,8 +146,10 @@ def _run(
         return forward(*args, **kwargs)  # evaluation is rehearsed as it is without compilation
     call = _Call.of(block, args, kwargs)
     cut = _cut(call, forward, how, recorder)
-    results = _StandIn.apply(cut, recorder, *call.tensors)
-    return tree_unflatten(list(results), cut.spec)
+    given = dict(zip(cut.forward.inputs, call.tensors, strict=True))
+    made = zip(cut.made, _StandIn.apply(cut, recorder, *call.tensors), strict=True)
+    tensors = {**given, **dict(made)}
+    return cut.result.filled(tensors[name] for name in cut.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +227,10 @@ class _untouched:  # noqa: N801 - a context manager
         self._recorder.tracing = False
 
 
+class _TracedEnough(Exception):
+    """The joint graph is there; nobody is going to run it."""
+
+
 def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Traced:
     from torch._inductor.decomposition import select_decomp_table
 
@@ -190,13 +245,12 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
         named = dict(zip(call.names, tensors[:weights], strict=True))
         with _reparametrize_module(call.block, named):
             out = forward(*args, **kwargs)
-        results, found["spec"] = tree_flatten(out)
-        found["metas"] = tuple((tuple(r.shape), r.stride(), r.dtype) for r in results)
-        return tuple(results)
+        found["result"] = _Result.of(out)
+        return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
 
     def keep(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        found.update(joint=_copy(joint), inputs=inputs, options=options)
-        return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+        found.update(joint=joint, inputs=inputs, options=options)
+        raise _TracedEnough
 
     shapes = [
         (tuple(t.shape), t.stride(), t.dtype, t.requires_grad, t.is_floating_point())
@@ -212,43 +266,71 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
         traced = aot_function(
             flat,
             fw_compiler=lambda graph, _: graph,
-            bw_compiler=lambda graph, _: graph,
             partition_fn=keep,
             decompositions=select_decomp_table(),
         )
-        with mode, torch.autocast("cpu", dtype=casts[1], enabled=casts[0]):
+        with (
+            contextlib.suppress(_TracedEnough),
+            mode,
+            torch.autocast("cpu", dtype=casts[1], enabled=casts[0]),
+        ):
             traced(*twins)
     if "joint" not in found:
         raise CannotRehearse(f"{type(call.block).__name__} has nothing to differentiate")
-    return _Traced(
-        joint=found["joint"],
-        inputs=found["inputs"],
-        options=found["options"],
-        outputs=len(found["metas"]),
-        spec=found["spec"],
-        metas=found["metas"],
+    return _Traced(**found, written=_count_written(call, found))
+
+
+def _count_written(call: _Call, found: dict[str, Any]) -> int:
+    """How many of its buffers a block writes to, as a BatchNorm does; other writes are refused."""
+    metas = found["result"].metas
+    *_, output = found["joint"].graph.nodes
+    returned = output.args[0]
+    written: int = found["options"]["num_fwd_outputs"] - len(metas)
+    buffers = iter(
+        (tuple(buffer.shape), buffer.dtype)
+        for name, buffer in zip(call.names, call.tensors, strict=False)
+        if not isinstance(buffer, nn.Parameter)
     )
+    for node in returned[: max(written, 0)]:
+        value = node.meta["val"]
+        if (tuple(value.shape), value.dtype) not in buffers:  # which also moves on to it
+            raise CannotRehearse("it writes to its inputs, or gives back views of its own results")
+    differentiated = [
+        node
+        for node, meta in zip(returned[written:], metas, strict=False)
+        if meta.wants_gradient and node.op != "placeholder"
+    ]
+    tangents = [node for node in found["joint"].graph.nodes if _is_tangent(node)]
+    if len(differentiated) != len(tangents):
+        raise CannotRehearse("it gives back views of its inputs")
+    return written
 
 
-def _copy(joint: fx.GraphModule) -> fx.GraphModule:
-    return fx.GraphModule(joint, copy.deepcopy(joint.graph))
+def _is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def _partition(traced: _Traced, how: str) -> _Cut:
-    joint = _copy(traced.joint)
-    if how != KEEP:
-        _tag(joint, saved_ops(how))
-    # States of the random generator take no memory to speak of, and fetching them wants a GPU.
-    with mock.patch.object(partitioners, "functionalize_rng_ops", lambda _, fw, bw, __: (fw, bw)):
+    with (
+        _use_lazy_graph_module(True),  # its Python is never run, so it need not be written
+        # States of the random generator take no memory to speak of, and fetching them wants a GPU.
+        mock.patch.object(partitioners, "functionalize_rng_ops", lambda _, fw, bw, __: (fw, bw)),
+    ):
+        joint = _make_graph_module(traced.joint, copy.deepcopy(traced.joint.graph))
+        if how != KEEP:
+            _tag(joint, saved_ops(how))
         forward, backward = partitioners.min_cut_rematerialization_partition(
             joint, traced.inputs, **traced.options
         )
+    program = schedule(forward.graph)
+    results = program.outputs[traced.written :]
+    count = len(traced.result.metas)
     return _Cut(
-        forward=schedule(forward.graph),
+        forward=program,
         backward=schedule(backward.graph),
-        outputs=traced.outputs,
-        spec=traced.spec,
-        metas=traced.metas,
+        result=traced.result,
+        names=results[:count],
+        kept=results[count:],
     )
 
 
@@ -258,7 +340,7 @@ def _tag(joint: fx.GraphModule, keep: frozenset[str]) -> None:
     needs_tangents: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if node.op == "placeholder":
-            if "tangents" in str(node.target):
+            if _is_tangent(node):
                 needs_tangents.add(node)
             continue
         if node.op != "call_function":
@@ -284,7 +366,6 @@ COMPILED = "oomph.compiled"
 
 #: A buffer of a program: a tensor where somebody outside needs one, else just its memory.
 _Buffer = Tensor | Bare
-_Meta = tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype]
 
 
 class _StandIn(torch.autograd.Function):
@@ -293,19 +374,27 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: _Cut, recorder: Recorder, *inputs: Tensor) -> Any:
         buffers: dict[str, _Buffer] = dict(zip(cut.forward.inputs, inputs, strict=True))
-        names = cut.forward.outputs
-        metas = dict(zip(names[: cut.outputs], cut.metas, strict=True))
-        _play(cut.forward, buffers, metas, recorder)
+        _play(cut.forward, buffers, cut.made, recorder)
         ctx.cut, ctx.recorder = cut, recorder
-        ctx.kept = [buffers[name] for name in names[cut.outputs :]]
+        ctx.kept = [buffers[name] for name in cut.kept]
         ctx.wants = [(t.requires_grad, tuple(t.shape), t.dtype) for t in inputs]
-        return tuple(_shaped(buffers[name], meta) for name, meta in metas.items())
+        ctx.set_materialize_grads(False)
+        results = {name: _shaped(buffers[name], meta) for name, meta in cut.made.items()}
+        ctx.mark_non_differentiable(
+            *(results[name] for name, meta in cut.made.items() if not meta.wants_gradient)
+        )
+        return tuple(results.values())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cut: _Cut = ctx.cut
         kept, ctx.kept = ctx.kept, None
-        tangents = [gradient for gradient in gradients if gradient is not None]
+        tangents = [
+            # What nobody used has a gradient of zeros.
+            gradient if gradient is not None else _take_tensor(_nbytes(meta), meta)
+            for gradient, meta in zip(gradients, cut.made.values(), strict=True)
+            if meta.wants_gradient
+        ]
         buffers: dict[str, _Buffer] = dict(
             zip(cut.backward.inputs, [*kept, *tangents], strict=True)
         )
@@ -315,7 +404,7 @@ class _StandIn(torch.autograd.Function):
         for name, (wanted, shape, dtype) in zip(cut.backward.outputs, ctx.wants, strict=True):
             named.append(name if wanted else "")
             if wanted and name:
-                metas[name] = (shape, None, dtype)
+                metas[name] = _Meta(shape, None, dtype, False)
         _play(cut.backward, buffers, metas, ctx.recorder)
         grads = [_shaped(buffers[name], metas[name]) if name else None for name in named]
         return (None, None, *grads)
@@ -339,17 +428,20 @@ def _play(
 
 
 def _take_tensor(size: int, meta: _Meta) -> Tensor:
-    shape, stride, dtype = meta
-    if math.prod(shape) * dtype.itemsize != size:
+    if _nbytes(meta) != size:
         return torch.empty(size, dtype=torch.uint8, device="cuda")
-    if stride is None:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+    if meta.stride is None:
+        return torch.empty(meta.shape, dtype=meta.dtype, device="cuda")
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cuda")
+
+
+def _nbytes(meta: _Meta) -> int:
+    return math.prod(meta.shape) * meta.dtype.itemsize
 
 
 def _shaped(buffer: _Buffer, meta: _Meta) -> Tensor:
     """A buffer as a tensor of this shape."""
-    shape, stride, dtype = meta
+    shape, stride, dtype, _ = meta
     assert isinstance(buffer, Tensor)
     if buffer.shape == shape and buffer.dtype is dtype:
         return buffer

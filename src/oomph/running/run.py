@@ -16,6 +16,7 @@ from oomph.errors import BadInput, StalePlan
 from oomph.estimation import Ledgers
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, build_model, make_batch, make_optimizer
+from oomph.planning.block_timer import BlockTimer
 from oomph.planning.plan import MadeFor, Plan
 from oomph.planning.planner import plan as make_plan
 from oomph.rehearsal.hidden import device_overhead
@@ -54,12 +55,7 @@ class Run:
         """
         self._check_usable()
         self._check_shapes(batch)
-        moved = tree_map(
-            lambda leaf: (
-                leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-            ),
-            make_batch(dataclasses.replace(self._stage.job, batch=batch)),
-        )
+        moved = _moved(make_batch(dataclasses.replace(self._stage.job, batch=batch)), self._device)
         self.optimizer.zero_grad(set_to_none=True)
         try:
             loss = train_step(self._stage, moved)
@@ -158,19 +154,25 @@ def fit(
     *,
     budget: str | int | None = None,
     allow: str | Fidelity = Fidelity.ROUNDING,
+    time_blocks: bool = False,
     **options: Any,
 ) -> Run:
     """Rehearse, plan and apply in one line; `options` are those of `Job` (precision, clip_norm …).
 
     The model stays on its device. On a GPU the budget is enforced for the whole process; without
-    one it is all of the card.
+    one it is all of the card. With `time_blocks` the options of its blocks are timed on the device
+    first, where the memory of one block is free; without, a model of the card tells their seconds.
     """
     job = Job(model, loss, optimizer, batch, **options)
     _refuse_own_changes(job)
     _check_ownership(model, optimizer)
     device = _device_of(job, model, None)
     gpu = _gpu_of(device)
-    plan = make_plan(job, budget=budget, gpu=gpu, allow=allow)
+    timer = None
+    if time_blocks:
+        on_device = _moved(make_batch(job), device)
+        timer = BlockTimer(job=job, model=model, optimizer=optimizer, batch=on_device)
+    plan = make_plan(job, budget=budget, gpu=gpu, allow=allow, timer=timer)
     run = apply(plan, job)
     if budget is not None and gpu is not None:
         enforce(parse_bytes(budget), gpu, device)
@@ -182,6 +184,12 @@ def enforce(budget: int, gpu: GPU, device: torch.device) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     reserved = budget - device_overhead(gpu).expected
     torch.cuda.set_per_process_memory_fraction(min(max(reserved / total, 0.0), 1.0), device)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+    )
 
 
 @contextlib.contextmanager
