@@ -268,7 +268,7 @@ def test_training_without_a_plan_that_fits_exits_with_3(file) -> None:
         ((*AMPLE, "--prices", "prices.toml"), "use it with --gpu any"),
         (("--gpu", "abacus"), "unknown GPU 'abacus'"),
         ((*AMPLE, "--solve", "depth"), "the largest batch or seq, not 'depth'"),
-        ((*AMPLE, "--solve", "batch"), "makes its own batch; ask oomph.planning.largest_planned"),
+        ((*AMPLE, "--solve", "batch"), "makes its own batch; ask oomph.largest_planned"),
         (("--solve", "seq", "--gpu", "any"), "wants one card"),
     ],
 )

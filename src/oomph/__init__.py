@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from oomph.job import Job
     from oomph.job_sources import job_from_config, job_from_factory, job_from_name
     from oomph.models import find_model, known_models
+    from oomph.planning.best_cards import BestCards, best_cards
     from oomph.planning.cards import CardSurvey, CardVerdict, survey_cards
     from oomph.planning.choices import Choices
+    from oomph.planning.largest_planned import PlannedLimit, largest_planned
     from oomph.planning.limits import Limit, largest
     from oomph.planning.plan import Change, Plan
     from oomph.planning.planner import plan
@@ -50,8 +52,10 @@ _HOMES = {
     "job": ("Job",),
     "job_sources": ("job_from_config", "job_from_factory", "job_from_name"),
     "models": ("find_model", "known_models"),
+    "planning.best_cards": ("BestCards", "best_cards"),
     "planning.cards": ("CardSurvey", "CardVerdict", "survey_cards"),
     "planning.choices": ("Choices",),
+    "planning.largest_planned": ("PlannedLimit", "largest_planned"),
     "planning.limits": ("Limit", "largest"),
     "planning.plan": ("Change", "Plan"),
     "planning.planner": ("plan",),
@@ -64,6 +68,7 @@ _HOMES = {
 __all__ = [
     "GPU",
     "BadInput",
+    "BestCards",
     "Block",
     "CannotRehearse",
     "CardSurvey",
@@ -80,11 +85,13 @@ __all__ = [
     "MissingExtra",
     "OomphError",
     "Plan",
+    "PlannedLimit",
     "Run",
     "StalePlan",
     "Timeline",
     "UnknownName",
     "apply",
+    "best_cards",
     "estimate",
     "find_gpu",
     "find_model",
@@ -95,6 +102,7 @@ __all__ = [
     "known_gpus",
     "known_models",
     "largest",
+    "largest_planned",
     "plan",
     "rehearse",
     "survey_cards",

@@ -72,7 +72,7 @@ def plan(
             costs = load_prices(prices) if prices is not None else None
             best = best_cards(options.job(), prices=costs, **under)
         elif solve is not None:
-            varied = sizes(solve, options, say, "oomph.planning.largest_planned")
+            varied = sizes(solve, options, say, "oomph.largest_planned")
             limit = largest_planned(gpu=card, **varied, **under)
         else:
             attempt = try_plan(options.job(), gpu=card, **under)

@@ -210,9 +210,10 @@ class _Planner:
             optimizer_in_backward=size is None and self._may_step_in_backward(precision),
         )
         bases = [base]
-        if mixed and not base.compiled:
+        rounds = self.allow.allows(Fidelity.ROUNDING)
+        if mixed and rounds and not base.compiled:
             bases.append(dataclasses.replace(base, cast_cache=False))
-        if precision == "bf16-mixed" and self.allow.allows(Fidelity.ROUNDING):
+        if precision == "bf16-mixed" and rounds:
             bases.append(dataclasses.replace(base, weights=MASTERS))
         # Which weights are better hardly depends on the size: the first one decides.
         if self._weights is not None:
