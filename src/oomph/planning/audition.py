@@ -30,7 +30,8 @@ from oomph.planning.solver import Chain, ChainBlock, Option, Solution
 from oomph.planning.survey import Survey
 from oomph.rehearsal.phases import END_OF_STEP, rehearse
 from oomph.rehearsal.recorder import FORWARD, Recorder
-from oomph.rehearsal.timeline import Category, Mark, Timeline
+from oomph.rehearsal.storages import tensors_in
+from oomph.rehearsal.timeline import Block, Category, Mark, Timeline
 from oomph.techniques.chunked_loss import chunked_calls
 from oomph.timing.clock import Clock
 
@@ -151,7 +152,7 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
     base: _Round | None = None
     chunked = True
     for assigned in rounds:
-        marks = _Marks(tuple(assigned))
+        marks = Marks(tuple(assigned))
         timeline = rehearse(
             even,
             gpu,
@@ -161,7 +162,7 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
             clock=clock,
             skip_first_step=True,
         )
-        this = _listen(timeline, assigned)
+        this = _listen(timeline, assigned, marks.results)
         chunked = chunked and marks.loss_is_chunked(choices.head)
         for at, block in enumerate(found.blocks):
             one = this.blocks[at]
@@ -233,12 +234,18 @@ def _rounds(found: Survey, menus: dict[str, tuple[str, ...]]) -> list[dict[str, 
     return order
 
 
-class _Marks:
-    """Marks where each block's forward and backward begin and end."""
+#: Where the backward of a micro-batch is over.
+END_OF_BACKWARD = "end of backward"
+
+
+class Marks:
+    """Marks where each block's forward and backward begin and end, and where backward does."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._model: nn.Module | None = None
+        #: The memory of what blocks returned.
+        self.results: list[Block] = []
 
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, recorder: Recorder
@@ -252,7 +259,14 @@ class _Marks:
 
         def end(path: str, *call: Any) -> None:
             recorder.mark(f"{path}|end")
-            _when_gradient_arrives(call[-1], functools.partial(recorder.mark, f"{path}|backward"))
+            made = [recorder.block_of(tensor) for tensor in tensors_in(call[-1])]
+            self.results += [block for block in made if block is not None]
+            _when_gradient_arrives(call[-1], functools.partial(begin_backward, path))
+
+        def begin_backward(path: str) -> None:
+            recorder.mark(f"{path}|backward")
+            over = functools.partial(recorder.mark, END_OF_BACKWARD)
+            torch.autograd.Variable._execution_engine.queue_callback(over)
 
         for path in self._paths:
             block = model.get_submodule(path)
@@ -281,7 +295,7 @@ class _Round:
 
     blocks: tuple[_Heard, ...]
     loss: int
-    """Peak between the last block's forward and its backward."""
+    """Peak between the last block's forward and its backward, without what blocks saved."""
     floor: int
     """Peak outside of all of that: before the first block, after its backward, the optimizer."""
     part: Effort
@@ -290,9 +304,9 @@ class _Round:
     """Of the optimizer step."""
 
 
-def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
+def _listen(timeline: Timeline, assigned: dict[str, str], results: Sequence[Block]) -> _Round:
     """Read the last micro-batch of a marked timeline: gradients exist by then."""
-    alive = _alive(timeline)
+    alive = _Alive.of(timeline)
     starts, done = _last_step(timeline)
     start = starts[-1]
     last = {mark.name: mark for mark in timeline.marks if mark.event >= start.event}
@@ -300,29 +314,31 @@ def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
     marks = [_BlockMarks.of(path, first, last, done) for path in assigned]
     first_backward = min((block.backward for block in marks), key=_event, default=done)
     last_end = max((block.end for block in marks), key=_event, default=start)
-    lapsing = [
-        block
+    given_on = {id(block) for block in results}
+    lapsing = {
+        block.death: block
         for block in timeline.blocks
         if block.death is not None
+        and id(block) not in given_on
         and start.event <= block.birth < last_end.event <= block.death < first_backward.event
-    ]
+    }
     heard = []
     for path, block in zip(assigned, marks, strict=True):
-        before = _at(alive, block.forward)
-        begins = _at(alive, block.backward)
+        before = alive.at(block.forward)
+        begins = alive.at(block.backward)
         heard.append(
             _Heard(
                 option=assigned[path],
                 before=before,
-                saved=_at(alive, block.end) - before,
+                saved=alive.at(block.end) - before,
                 lapsed=sum(
                     _rounded(one.size)
-                    for one in lapsing
+                    for one in lapsing.values()
                     if block.forward.event <= one.birth < block.end.event
                 ),
-                forward=_peak(alive, block.forward, block.end) - before,
+                forward=alive.peak(block.forward, block.end) - before,
                 at_backward=begins,
-                backward=_peak(alive, block.backward, block.done) - begins,
+                backward=alive.peak(block.backward, block.done) - begins,
                 seconds=block.end.seconds
                 - block.forward.seconds
                 + block.done.seconds
@@ -335,11 +351,17 @@ def _listen(timeline: Timeline, assigned: dict[str, str]) -> _Round:
         )
     part, step = _part_and_step(timeline)
     if marks:
-        loss = _peak(alive, last_end, first_backward)
-        floor = max(_peak(alive, start, marks[0].forward), _peak(alive, marks[0].done, done))
+        saved, lapsed = sum(one.saved for one in heard), sum(one.lapsed for one in heard)
+        # What lapses does so at once, between the loss and its backward.
+        before = min(lapsing, default=first_backward.event)
+        after = max(lapsing, default=first_backward.event)
+        loss = max(
+            alive.peak_between(last_end.event, before) - saved,
+            alive.peak_between(after + 1, first_backward.event) - saved + lapsed,
+        )
+        floor = max(alive.peak(start, marks[0].forward), alive.peak(marks[0].done, done))
     else:
-        loss = 0
-        floor = _peak(alive, start, done)
+        loss = floor = alive.peak(start, done)
     return _Round(
         blocks=tuple(heard),
         loss=loss,
@@ -369,17 +391,21 @@ def step_effort(timeline: Timeline, parts: int) -> Effort:
     missing = parts - len(starts)
     if not missing:
         return whole
-    one = _effort(starts[1], starts[2])  # the first makes the gradients, others add to them
+    one, _ = _part_and_step(timeline)
     return Effort(whole.kernels + missing * one.kernels, whole.launches + missing * one.launches)
 
 
 def _part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
-    """One micro-batch, and the optimizer step after the last of them."""
+    """One micro-batch, and the optimizer step after the last of them.
+
+    The first one makes the gradients, and those after it, which are more, add to them.
+    """
     starts, done = _last_step(timeline)
     last = _effort(starts[-1], done)
     if len(starts) == 1:  # nothing to tell the two apart by, and no need to
         return last, Effort(0.0, 0)
-    part = _effort(starts[-2], starts[-1])
+    over = [mark for mark in timeline.marks if mark.name == END_OF_BACKWARD]
+    part = _effort(starts[-1], over[-1]) if over else _effort(starts[-2], starts[-1])
     return part, Effort(last.kernels - part.kernels, last.launches - part.launches)
 
 
@@ -403,7 +429,7 @@ def _effort(start: Mark, stop: Mark) -> Effort:
 def peak_allocated(timeline: Timeline) -> int:
     """The most bytes alive in the last step."""
     starts, done = _last_step(timeline)
-    return _peak(_alive(timeline), starts[0], done)
+    return _Alive.of(timeline).peak(starts[0], done)
 
 
 def _event(mark: Mark) -> int:
@@ -443,28 +469,30 @@ class _Alive:
 
     values: Any
 
+    @classmethod
+    def of(cls, timeline: Timeline) -> _Alive:
+        change = np.zeros(timeline.events + 1, dtype=np.int64)
+        for block in timeline.blocks:
+            size = _rounded(block.size)
+            # A workspace stays once it is there: but for the first step, from the beginning.
+            change[block.birth if block.category is not Category.WORKSPACE else 0] += size
+            if block.death is not None:
+                change[block.death] -= size
+        return cls(np.cumsum(change))
 
-def _alive(timeline: Timeline) -> _Alive:
-    change = np.zeros(timeline.events + 1, dtype=np.int64)
-    for block in timeline.blocks:
-        size = _rounded(block.size)
-        # A workspace stays once it is there: in all steps but the first it is from the beginning.
-        change[block.birth if block.category is not Category.WORKSPACE else 0] += size
-        if block.death is not None:
-            change[block.death] -= size
-    return _Alive(np.cumsum(change))
+    def at(self, mark: Mark) -> int:
+        return int(self.values[mark.event - 1]) if mark.event else 0
+
+    def peak(self, start: Mark, stop: Mark) -> int:
+        return self.peak_between(start.event, stop.event)
+
+    def peak_between(self, start: int, stop: int) -> int:
+        """The most from when event `start` is about to happen until `stop` is."""
+        return int(self.values[max(start - 1, 0) : max(stop, start, 1)].max())
 
 
 def _rounded(size: int) -> int:
     return -(-size // ROUNDING) * ROUNDING
-
-
-def _at(alive: _Alive, mark: Mark) -> int:
-    return int(alive.values[mark.event - 1]) if mark.event else 0
-
-
-def _peak(alive: _Alive, start: Mark, stop: Mark) -> int:
-    return int(alive.values[max(start.event - 1, 0) : max(stop.event, start.event, 1)].max())
 
 
 def _chain(
@@ -475,8 +503,6 @@ def _chain(
     seconds: Callable[[float, int], float],
 ) -> Chain:
     """What each block saw around it, less what the blocks before it saved."""
-    if not base.blocks:
-        return Chain(blocks=(), loss_base=base.floor, floor=base.floor)
     saved, left = [0], [0]
     for one in base.blocks:
         saved.append(saved[-1] + one.saved)
@@ -504,6 +530,6 @@ def _chain(
         )
     return Chain(
         blocks=tuple(blocks),
-        loss_base=base.loss - saved[-1],
-        floor=base.floor - min(base.blocks[0].saved, 0),
+        loss_base=base.loss,
+        floor=base.floor - min((one.saved for one in base.blocks[:1]), default=0),
     )

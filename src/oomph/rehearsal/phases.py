@@ -124,7 +124,7 @@ def _rehearse(
                         stage,
                         batch,
                         around_forward=recorder.forward,
-                        choose_parts=_first_of_each_size,
+                        choose_parts=_first_two if skip_first_step else _first_of_each_size,
                     )
                 recorder.mark(END_OF_STEP)
                 mark_optimizer_state(optimizer, recorder)
@@ -257,6 +257,11 @@ def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(mark)
+
+
+def _first_two(parts: list[Any]) -> list[Any]:
+    """Enough for a quick look: one that makes the gradients, one that adds to them."""
+    return parts[:2]
 
 
 def _first_of_each_size(parts: list[Any]) -> list[Any]:

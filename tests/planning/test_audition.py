@@ -1,0 +1,267 @@
+"""What an audition hears adds up: its chain predicts the rehearsal of any choice for the blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Residual, albert, bert, chain, gpt2, llama, resnet, rows, swin, t5, tokens
+from torch import Tensor, nn
+
+from oomph.gpus import GPU, find_gpu
+from oomph.job import Job, make_batch
+from oomph.planning import solver
+from oomph.planning.audition import (
+    Audition,
+    audition,
+    count_parts,
+    peak_allocated,
+    step_effort,
+    with_even_parts,
+)
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.survey import Survey, survey
+from oomph.rehearsal.allocator import AllocatorSettings
+from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.replaying import replay
+from oomph.rehearsal.timeline import Timeline
+from oomph.timing.clock import Clock
+
+H200 = find_gpu("h200")
+MIXED = Choices(precision="bf16-mixed")
+COMPILED = dataclasses.replace(MIXED, compiled=True)
+
+
+def look(job: Job, gpu: GPU | None) -> Survey:
+    return survey(job, gpu, Clock.of(gpu), lambda *_: None)
+
+
+def hear(job: Job, gpu: GPU | None = None, base: Choices | None = None) -> Audition:
+    found = look(job, gpu)
+    base = base or Choices()
+    if base.compiled:
+        base = dataclasses.replace(base, compiled_others=found.others)
+    return audition(job, gpu, Clock.of(gpu), found, base)
+
+
+def rehearsed(job: Job, gpu: GPU | None, choices: Choices) -> Timeline:
+    """A real first step, then the step that counts."""
+    return rehearse(job, gpu, ("build", "first step", "step"), choices=choices, clock=Clock.of(gpu))
+
+
+def some_choices(chain: solver.Chain) -> list[tuple[int, ...]]:
+    """Everything kept, everything recomputed, and something between."""
+    draw = random.Random(len(chain.blocks))
+    mixed = tuple(draw.randrange(len(menu)) for menu in chain.menus)
+    return [(0,) * len(chain.blocks), (1,) * len(chain.blocks), mixed]
+
+
+def errors(job: Job, gpu: GPU | None, base: Choices) -> list[float]:
+    """How far above the rehearsed peak the chain's is, as a part of it, for some choices."""
+    heard = hear(job, gpu, base)
+    assert heard.chain.blocks
+    found = []
+    for choice in some_choices(heard.chain):
+        solution = solver._solution(heard.chain, choice, bound=0.0)
+        timeline = rehearsed(job, gpu, heard.choose(solution))
+        peak = peak_allocated(timeline)
+        found.append(solver.peak(heard.chain, choice) / peak - 1)
+        seconds = step_effort(timeline, heard.parts).seconds(Clock.of(gpu))
+        assert heard.seconds(solution) == pytest.approx(seconds, rel=0.002)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("job", "gpu", "base"),
+    [
+        (llama, None, Choices()),
+        (llama, H200, COMPILED),
+        (llama, H200, dataclasses.replace(MIXED, cast_cache=False)),
+        (
+            llama,
+            H200,
+            dataclasses.replace(COMPILED, micro_batch=1, weights="bf16 with fp32 masters"),
+        ),
+        (llama, H200, dataclasses.replace(COMPILED, optimizer_in_backward=True)),
+        (gpt2, H200, COMPILED),
+        (bert, None, Choices()),
+        (t5, H200, COMPILED),
+        (swin, H200, COMPILED),
+        (albert, None, Choices()),
+    ],
+    ids=[
+        "llama on the cpu",
+        "llama compiled",
+        "llama without a cast cache",
+        "llama in micro-batches",
+        "llama stepping in backward",
+        "gpt2 compiled",
+        "bert on the cpu",
+        "t5 compiled",
+        "swin compiled",
+        "albert on the cpu",
+    ],
+)
+def test_a_chain_predicts_the_peak_of_every_choice(
+    job: Callable[[], Job], gpu: GPU | None, base: Choices
+) -> None:
+    found = errors(job(), gpu, base)
+    assert max(found) < 0.01
+    assert min(found) > -0.001
+
+
+def test_autocasts_copies_of_weights_are_never_forgotten() -> None:
+    # They are there until backward begins, whether a block keeps its own or not: the chain counts
+    # them to the end. Here they are a large part of everything.
+    wide = llama(batch=tokens(1, 8))
+    found = errors(wide, H200, MIXED)
+    assert min(found) >= 0
+    assert max(found) < 0.05
+
+
+def test_convolutions_are_predicted_from_above() -> None:
+    found = errors(resnet(), H200, Choices())
+    assert min(found) > -0.02
+    assert max(found) < 0.05
+
+
+def test_peaks_are_those_of_the_replayed_step() -> None:
+    timeline = rehearsed(llama(), H200, Choices())
+    replayed = replay(timeline, AllocatorSettings.parse(""))
+    assert peak_allocated(timeline) == replayed.phases["step"].allocated
+
+
+def test_the_peak_is_that_of_the_last_step_alone() -> None:
+    # Without a first step the optimizer makes its state with all gradients at once.
+    choices = Choices(optimizer_in_backward=True)
+    job = llama(batch=tokens(1, 4))
+    short = rehearse(job, None, ("build", "step"), choices=choices, skip_first_step=True)
+    assert peak_allocated(short) == peak_allocated(rehearsed(job, None, choices))
+
+
+# -- micro-batches --------------------------------------------------------------------------------
+
+
+def test_parts_are_counted_as_a_step_makes_them() -> None:
+    job = llama(batch=tokens(5))
+    assert [count_parts(job, size) for size in (None, 5, 3, 2, 1)] == [1, 1, 2, 3, 5]
+
+
+def test_a_smaller_last_part_is_filled_up() -> None:
+    job = llama(batch=tokens(5))
+    assert make_batch(with_even_parts(job, 3))["input_ids"].shape == (6, 32)
+    assert with_even_parts(job, 1) is job
+    assert with_even_parts(job, None) is job
+
+
+def test_what_is_not_per_sample_stays_as_it_is_when_a_part_is_filled_up() -> None:
+    shared = torch.ones(7, 2)
+    job = chain(Residual, batch=lambda: (torch.ones(5, 16), torch.zeros(5, 16), shared, "text"))
+    first, _, other, text = make_batch(with_even_parts(job, 2))
+    assert first.shape == (6, 16)
+    assert other is shared and text == "text"
+
+
+def test_a_smaller_last_part_does_not_hide_what_the_others_take() -> None:
+    job = llama(batch=tokens(5, 64))
+    heard = hear(job, None, Choices(micro_batch=2))
+    choice = (0,) * len(heard.chain.blocks)
+    solution = solver._solution(heard.chain, choice, bound=0.0)
+    timeline = rehearsed(job, None, heard.choose(solution))
+    assert heard.parts == 3
+    assert solver.peak(heard.chain, choice) >= peak_allocated(timeline)
+
+
+def test_a_step_of_many_parts_is_timed_by_the_few_that_were_rehearsed() -> None:
+    choices = Choices(micro_batch=1)
+    few, many = (rehearsed(llama(batch=tokens(size)), H200, choices) for size in (4, 12))
+    clock = Clock.of(H200)
+    three = step_effort(rehearsed(llama(batch=tokens(3)), H200, choices), 3)
+    four, twelve = step_effort(few, 4), step_effort(many, 12)
+    each = four.launches - three.launches
+    assert twelve.launches == three.launches + 9 * each
+    assert twelve.seconds(clock) > four.seconds(clock)
+
+
+# -- what is heard --------------------------------------------------------------------------------
+
+
+def test_every_block_has_the_whole_menu_however_few_there_are_of_its_kind() -> None:
+    job = resnet()
+    found = look(job, None)
+    heard = audition(job, None, Clock.of(None), found, Choices())
+    for block, heard_block in zip(found.blocks, heard.chain.blocks, strict=True):
+        assert heard_block.name == block.path
+        assert tuple(option.name for option in heard_block.options) == found.options(block)
+
+
+def test_recomputing_saves_less_and_takes_longer() -> None:
+    for block in hear(llama(), H200).chain.blocks:
+        options = {option.name: option for option in block.options}
+        keep, recompute, *between = (options.pop(KEEP), options.pop(RECOMPUTE), *options.values())
+        assert recompute.saved < keep.saved
+        assert recompute.seconds > keep.seconds
+        assert all(recompute.saved < option.saved <= keep.saved for option in between)
+        assert all(keep.seconds <= option.seconds < recompute.seconds for option in between)
+
+
+def test_choosing_names_every_blocks_option() -> None:
+    heard = hear(llama(layers=2))
+    solution = solver._solution(heard.chain, (1, 0), bound=0.0)
+    chosen = heard.choose(solution)
+    assert chosen.blocks == {"model.layers.0": RECOMPUTE, "model.layers.1": KEEP}
+    assert dataclasses.replace(chosen, blocks={}) == heard.choices
+
+
+def test_without_blocks_there_is_one_moment() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    job = chain(model, batch=rows(64))
+    heard = hear(job)
+    timeline = rehearsed(job, None, Choices())
+    assert heard.chain.blocks == ()
+    assert solver.peak(heard.chain, ()) == peak_allocated(timeline)
+    assert heard.fastest == pytest.approx(step_effort(timeline, 1).seconds(Clock.of(None)))
+
+
+class Summed(nn.Module):
+    """A model with a wide head whose logits are looked at twice."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.twice = twice
+        self.blocks = nn.Sequential(Residual(), Residual())
+        self.head = nn.Linear(16, 5000, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.blocks(x))
+        loss = nn.functional.cross_entropy(logits, labels)
+        return loss + logits.pow(2).mean() if self.twice else loss
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_it_is_heard_whether_the_loss_can_be_chunked(twice: bool) -> None:
+    def batch() -> dict[str, Any]:
+        return {"x": torch.ones(8, 16), "labels": torch.ones(8, dtype=torch.long)}
+
+    job = Job(lambda: Summed(twice), None, "sgd", batch)
+    heard = hear(job, None, Choices(head="head", loss_chunk=4))
+    # A loss that is computed in chunks beside logits that are whole saves nothing, and is right.
+    assert heard.loss_is_chunked
+    logits = 8 * 5000 * 4
+    lean = hear(Job(lambda: Summed(False), None, "sgd", batch), None, heard.choices)
+    assert (heard.chain.loss_base - lean.chain.loss_base >= logits) is twice
+
+
+def test_other_chunks_of_the_loss_follow_from_the_one_heard() -> None:
+    heard = hear(llama(layers=2))
+    other = heard.with_loss(7, 1000, 0.5)
+    assert other.choices == heard.choices or other.choices.loss_chunk == 7
+    assert other.chain.loss_base == heard.chain.loss_base + 1000
+    assert other.other_seconds == heard.other_seconds + 0.5
+    assert heard.with_loss(7, 0, -100.0).other_seconds == 0.0
