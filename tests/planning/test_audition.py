@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import Residual, albert, bert, chain, gpt2, llama, resnet, rows, swin, t5, tokens
+from tiny_models import Residual, albert, bert, chain, gpt2, llama, resnet, rows, t5, tokens
 from torch import Tensor, nn
 
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, make_batch
 from oomph.planning import solver
 from oomph.planning.audition import (
+    MOST_ROUNDS,
     Audition,
+    Effort,
     audition,
     count_parts,
     peak_allocated,
@@ -32,6 +36,7 @@ from oomph.rehearsal.timeline import Timeline
 from oomph.timing.clock import Clock
 
 H200 = find_gpu("h200")
+MIB = 1 << 20
 MIXED = Choices(precision="bf16-mixed")
 COMPILED = dataclasses.replace(MIXED, compiled=True)
 
@@ -49,84 +54,85 @@ def hear(job: Job, gpu: GPU | None = None, base: Choices | None = None) -> Audit
 
 
 def rehearsed(job: Job, gpu: GPU | None, choices: Choices) -> Timeline:
-    """A real first step, then the step that counts."""
+    """The step that counts, with all its parts, after a first one."""
     return rehearse(job, gpu, ("build", "first step", "step"), choices=choices, clock=Clock.of(gpu))
 
 
+def glimpsed(job: Job, gpu: GPU | None, choices: Choices) -> Timeline:
+    """The same without a first step and with two parts at most."""
+    return rehearse(
+        job, gpu, ("build", "step"), choices=choices, clock=Clock.of(gpu), skip_first_step=True
+    )
+
+
 def some_choices(chain: solver.Chain) -> list[tuple[int, ...]]:
-    """Everything kept, everything recomputed, and something between."""
+    """Everything kept, and something between that and nothing."""
     draw = random.Random(len(chain.blocks))
-    mixed = tuple(draw.randrange(len(menu)) for menu in chain.menus)
-    return [(0,) * len(chain.blocks), (1,) * len(chain.blocks), mixed]
+    mixed = tuple(draw.randrange(1, len(menu)) for menu in chain.menus)
+    return [(0,) * len(chain.blocks), mixed]
 
 
-def errors(job: Job, gpu: GPU | None, base: Choices) -> list[float]:
-    """How far above the rehearsed peak the chain's is, as a part of it, for some choices."""
+def errors(job: Job, gpu: GPU | None, base: Choices) -> list[tuple[int, int]]:
+    """How far above the rehearsed peak the chain's is, and that peak, for some choices."""
     heard = hear(job, gpu, base)
     assert heard.chain.blocks
     found = []
     for choice in some_choices(heard.chain):
         solution = solver._solution(heard.chain, choice, bound=0.0)
-        timeline = rehearsed(job, gpu, heard.choose(solution))
+        timeline = glimpsed(job, gpu, heard.choose(solution))
         peak = peak_allocated(timeline)
-        found.append(solver.peak(heard.chain, choice) / peak - 1)
-        seconds = step_effort(timeline, heard.parts).seconds(Clock.of(gpu))
-        assert heard.seconds(solution) == pytest.approx(seconds, rel=0.002)
+        found.append((solver.peak(heard.chain, choice) - peak, peak))
+        if heard.parts == 1:
+            seconds = step_effort(timeline, 1).seconds(Clock.of(gpu))
+            assert heard.seconds(solution) == pytest.approx(seconds, rel=0.002)
     return found
 
 
 @pytest.mark.parametrize(
     ("job", "gpu", "base"),
     [
-        (llama, None, Choices()),
-        (llama, H200, COMPILED),
-        (llama, H200, dataclasses.replace(MIXED, cast_cache=False)),
         (
-            llama,
+            functools.partial(llama, 3),
             H200,
             dataclasses.replace(COMPILED, micro_batch=1, weights="bf16 with fp32 masters"),
         ),
-        (llama, H200, dataclasses.replace(COMPILED, optimizer_in_backward=True)),
-        (gpt2, H200, COMPILED),
-        (bert, None, Choices()),
+        (
+            functools.partial(llama, 3),
+            H200,
+            dataclasses.replace(COMPILED, optimizer_in_backward=True),
+        ),
+        (functools.partial(bert, 2), H200, dataclasses.replace(MIXED, cast_cache=False)),
+        (functools.partial(gpt2, 3), H200, COMPILED),
         (t5, H200, COMPILED),
-        (swin, H200, COMPILED),
         (albert, None, Choices()),
     ],
     ids=[
-        "llama on the cpu",
-        "llama compiled",
-        "llama without a cast cache",
-        "llama in micro-batches",
-        "llama stepping in backward",
+        "llama compiled, in micro-batches",
+        "llama compiled, stepping in backward",
+        "bert without a cast cache",
         "gpt2 compiled",
-        "bert on the cpu",
         "t5 compiled",
-        "swin compiled",
         "albert on the cpu",
     ],
 )
 def test_a_chain_predicts_the_peak_of_every_choice(
     job: Callable[[], Job], gpu: GPU | None, base: Choices
 ) -> None:
-    found = errors(job(), gpu, base)
-    assert max(found) < 0.01
-    assert min(found) > -0.001
+    for error, peak in errors(job(), gpu, base):
+        # Some choices need another workspace, of 1 MiB, which is much beside so small a model.
+        assert -0.001 * peak < error < 0.01 * peak + MIB
 
 
 def test_autocasts_copies_of_weights_are_never_forgotten() -> None:
     # They are there until backward begins, whether a block keeps its own or not: the chain counts
     # them to the end. Here they are a large part of everything.
-    wide = llama(batch=tokens(1, 8))
-    found = errors(wide, H200, MIXED)
-    assert min(found) >= 0
-    assert max(found) < 0.05
+    for error, peak in errors(llama(layers=3, batch=tokens(1, 8)), H200, MIXED):
+        assert -0.001 * peak < error < 0.05 * peak
 
 
 def test_convolutions_are_predicted_from_above() -> None:
-    found = errors(resnet(), H200, Choices())
-    assert min(found) > -0.02
-    assert max(found) < 0.05
+    for error, peak in errors(resnet(), H200, Choices()):
+        assert -0.001 * peak < error < 0.05 * peak
 
 
 def test_peaks_are_those_of_the_replayed_step() -> None:
@@ -139,8 +145,8 @@ def test_the_peak_is_that_of_the_last_step_alone() -> None:
     # Without a first step the optimizer makes its state with all gradients at once.
     choices = Choices(optimizer_in_backward=True)
     job = llama(batch=tokens(1, 4))
-    short = rehearse(job, None, ("build", "step"), choices=choices, skip_first_step=True)
-    assert peak_allocated(short) == peak_allocated(rehearsed(job, None, choices))
+    short, long = glimpsed(job, None, choices), rehearsed(job, None, choices)
+    assert peak_allocated(short) == peak_allocated(long)
 
 
 # -- micro-batches --------------------------------------------------------------------------------
@@ -167,36 +173,54 @@ def test_what_is_not_per_sample_stays_as_it_is_when_a_part_is_filled_up() -> Non
 
 
 def test_a_smaller_last_part_does_not_hide_what_the_others_take() -> None:
-    job = llama(batch=tokens(5, 64))
-    heard = hear(job, None, Choices(micro_batch=2))
-    choice = (0,) * len(heard.chain.blocks)
-    solution = solver._solution(heard.chain, choice, bound=0.0)
-    timeline = rehearsed(job, None, heard.choose(solution))
+    job = chain(lambda: nn.Sequential(Residual(), Residual()), batch=rows(500))
+    heard = hear(job, None, Choices(micro_batch=200))
+    solution = solved(heard, KEEP)
     assert heard.parts == 3
-    assert solver.peak(heard.chain, choice) >= peak_allocated(timeline)
+    assert solution.peak >= peak_allocated(rehearsed(job, None, heard.choose(solution)))
 
 
 def test_a_step_of_many_parts_is_timed_by_the_few_that_were_rehearsed() -> None:
     choices = Choices(micro_batch=1)
-    few, many = (rehearsed(llama(batch=tokens(size)), H200, choices) for size in (4, 12))
-    clock = Clock.of(H200)
-    three = step_effort(rehearsed(llama(batch=tokens(3)), H200, choices), 3)
-    four, twelve = step_effort(few, 4), step_effort(many, 12)
-    each = four.launches - three.launches
+
+    def effort(parts: int) -> Effort:
+        job = chain(lambda: nn.Sequential(Residual(), Residual()), batch=rows(parts))
+        return step_effort(rehearsed(job, H200, choices), parts)
+
+    two, three, twelve = effort(2), effort(3), effort(12)
+    each = three.launches - two.launches
     assert twelve.launches == three.launches + 9 * each
-    assert twelve.seconds(clock) > four.seconds(clock)
+    assert twelve.kernels == pytest.approx(three.kernels + 9 * (three.kernels - two.kernels))
+
+
+def test_a_quick_look_times_parts_as_a_long_one_does() -> None:
+    job = chain(lambda: nn.Sequential(nn.Linear(16, 16), Residual(), Residual()), batch=rows(8))
+    heard = hear(job, H200, Choices(micro_batch=1))
+    solution, clock = solved(heard, KEEP), Clock.of(H200)
+    whole = step_effort(rehearsed(job, H200, heard.choose(solution)), 8).seconds(clock)
+    # All parts are taken to add to gradients, although the first one makes them.
+    gradients = 10 * clock.launch
+    assert heard.seconds(solution) == pytest.approx(whole + gradients)
+
+
+def solved(heard: Audition, how: str) -> solver.Solution:
+    """All blocks with one option."""
+    choice = [[option.name for option in block.options].index(how) for block in heard.chain.blocks]
+    return solver._solution(heard.chain, choice, bound=0.0)
 
 
 # -- what is heard --------------------------------------------------------------------------------
 
 
-def test_every_block_has_the_whole_menu_however_few_there_are_of_its_kind() -> None:
+def test_a_kind_with_few_blocks_tries_out_the_first_of_its_options() -> None:
     job = resnet()
     found = look(job, None)
     heard = audition(job, None, Clock.of(None), found, Choices())
+    members = Counter(block.kind for block in found.blocks)
     for block, heard_block in zip(found.blocks, heard.chain.blocks, strict=True):
         assert heard_block.name == block.path
-        assert tuple(option.name for option in heard_block.options) == found.options(block)
+        menu = found.options(block)[: MOST_ROUNDS * members[block.kind]]
+        assert tuple(option.name for option in heard_block.options) == menu
 
 
 def test_recomputing_saves_less_and_takes_longer() -> None:
@@ -259,9 +283,10 @@ def test_it_is_heard_whether_the_loss_can_be_chunked(twice: bool) -> None:
 
 
 def test_other_chunks_of_the_loss_follow_from_the_one_heard() -> None:
-    heard = hear(llama(layers=2))
-    other = heard.with_loss(7, 1000, 0.5)
-    assert other.choices == heard.choices or other.choices.loss_chunk == 7
+    heard = hear(llama(layers=2, vocabulary=5000), None, Choices(head="lm_head", loss_chunk=32))
+    assert heard.loss_is_chunked
+    other = heard.with_loss(64, 1000, 0.5)
+    assert other.choices == dataclasses.replace(heard.choices, loss_chunk=64)
     assert other.chain.loss_base == heard.chain.loss_base + 1000
     assert other.other_seconds == heard.other_seconds + 0.5
-    assert heard.with_loss(7, 0, -100.0).other_seconds == 0.0
+    assert heard.with_loss(64, 0, -100.0).other_seconds == 0.0

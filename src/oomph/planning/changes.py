@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from oomph.gpus import GPU
 from oomph.job import Job
-from oomph.planning.audition import count_parts, peak_allocated, step_effort
+from oomph.planning.audition import (
+    Marks,
+    count_parts,
+    peak_allocated,
+    step_effort,
+    with_even_parts,
+)
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
@@ -45,6 +51,9 @@ def describe_changes(
         parts = count_parts(job, choices.micro_batch)
         return peak_allocated(timeline), step_effort(timeline, parts).seconds(clock)
 
+    if with_even_parts(job, after.micro_batch) is not job:
+        # Timed as the others are: by parts of one size.
+        rehearsed = _rehearse(job, gpu, clock, after)
     with_all = take(after, rehearsed)
     changes = []
     for one in _differences(after):
@@ -70,7 +79,15 @@ def describe_changes(
 
 
 def _rehearse(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Timeline:
-    return rehearse(job, gpu, ("build", "step"), choices=choices, clock=clock, skip_first_step=True)
+    return rehearse(
+        job,
+        gpu,
+        ("build", "step"),
+        choices=choices,
+        watch=Marks(tuple(choices.blocks)).watch,
+        clock=clock,
+        skip_first_step=True,
+    )
 
 
 def fusing_rounds(precision: str) -> bool:

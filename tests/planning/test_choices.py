@@ -1,0 +1,97 @@
+"""Choices survive JSON, and what is no choice is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from oomph.errors import BadInput
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices, saved_ops, saving
+
+ALL = Choices(
+    precision="bf16-mixed",
+    micro_batch=4,
+    blocks={"a.0": KEEP, "a.1": RECOMPUTE, "a.2": "recompute saving attention#0 product#2"},
+    compiled=True,
+    compiled_others=("norm",),
+    head="head",
+    loss_chunk=512,
+    fused_optimizer=True,
+    optimizer_in_backward=True,
+    weights="bf16 with fp32 masters",
+    cast_cache=False,
+    low_bit_state=True,
+    allocator="expandable_segments:True",
+)
+
+
+@pytest.mark.parametrize("choices", [Choices(), ALL])
+def test_choices_come_back_from_json_as_they_were(choices: Choices) -> None:
+    assert Choices.from_dict(json.loads(json.dumps(choices.as_dict()))) == choices
+
+
+def test_the_defaults_leave_a_job_as_it_is() -> None:
+    nothing = Choices()
+    assert nothing.recomputed == []
+    assert (nothing.weights, nothing.precision) == ("own", "fp32")
+    assert not (nothing.compiled or nothing.low_bit_state or nothing.optimizer_in_backward)
+
+
+def test_blocks_that_run_twice_are_those_not_kept() -> None:
+    assert ALL.recomputed == ["a.1", "a.2"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"precision": "fp8"}, "precision is one of"),
+        ({"blocks": {"a": "forget"}}, "a can be kept or recomputed, not 'forget'"),
+        ({"blocks": {"a": "recompute saving"}}, "a can be kept or recomputed"),
+        ({"blocks": {"a": "recompute saving product"}}, "a can be kept or recomputed"),
+        ({"head": "head"}, "belongs to a head"),
+        ({"loss_chunk": 3}, "belongs to a head"),
+        ({"head": "head", "loss_chunk": 0}, "at least one row, not 0"),
+        ({"micro_batch": 0}, "at least one sample, not 0"),
+        ({"weights": "int8"}, "weights are own or"),
+    ],
+)
+def test_what_is_no_choice_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        Choices(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("compiled", "yes"),
+        ("micro_batch", True),
+        ("micro_batch", 2.5),
+        ("blocks", ["a"]),
+        ("compiled_others", "norm"),
+        ("allocator", None),
+    ],
+)
+def test_a_value_of_another_kind_is_named(name: str, value: Any) -> None:
+    with pytest.raises(BadInput, match=f"the plan's {name} cannot be"):
+        Choices.from_dict({**ALL.as_dict(), name: value})
+
+
+def test_unknown_and_missing_choices_are_named() -> None:
+    with pytest.raises(BadInput, match="'magic' is no choice"):
+        Choices.from_dict({**ALL.as_dict(), "magic": True})
+    without = {name: value for name, value in ALL.as_dict().items() if name != "head"}
+    with pytest.raises(BadInput, match="does not choose head"):
+        Choices.from_dict(without)
+
+
+@pytest.mark.parametrize("ops", [(), ("product#0",), ("attention#0", "product#12")])
+def test_what_a_block_saves_is_in_its_name(ops: tuple[str, ...]) -> None:
+    how = saving(ops)
+    assert saved_ops(how) == set(ops)
+    assert Choices(blocks={"a": how}).recomputed == ["a"]
+
+
+def test_keeping_and_recomputing_all_save_no_ops() -> None:
+    assert saved_ops(KEEP) == saved_ops(RECOMPUTE) == frozenset()
