@@ -187,7 +187,8 @@ class _Planner:
             own = self.job.micro_batch
             self.notes.append(f"the batch is not split: {self.found.whole_because}")
             return [own]
-        sizes = [math.ceil(total / 2**power) for power in range(total.bit_length())]
+        powers = range((total - 1).bit_length() + 1)
+        sizes = [math.ceil(total / 2**power) for power in powers]
         return [None if size == total else size for size in dict.fromkeys(sizes)]
 
     def _bases(self, size: int | None) -> list[Choices]:
