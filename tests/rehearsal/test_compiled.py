@@ -1,0 +1,288 @@
+"""A compiled block's stand-in takes the memory of the graphs that PyTorch would cut it into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch import partitioners
+from torch._functorch.aot_autograd import aot_function
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from oomph.errors import CannotRehearse
+from oomph.gpus import find_gpu
+from oomph.planning.choices import KEEP, RECOMPUTE
+from oomph.rehearsal import compiled
+from oomph.rehearsal.compiled import forget_compiled, stand_in_for_compiled
+from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.world import pretend
+
+H200 = find_gpu("h200")
+BATCH, LENGTH, WIDTH = 2, 16, 32
+HIDDEN = BATCH * LENGTH * WIDTH * 4
+
+Inputs = dict[str, Any]
+Case = Callable[[], tuple[nn.Module, Inputs]]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    forget_compiled()
+    yield
+    forget_compiled()
+
+
+def llama_layer() -> tuple[nn.Module, Inputs]:
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",  # the same ops on every device
+    )
+    angles = torch.ones(BATCH, LENGTH, 8), torch.ones(BATCH, LENGTH, 8)
+    return LlamaDecoderLayer(config, 0), {"position_embeddings": angles}
+
+
+def gpt2_block() -> tuple[nn.Module, Inputs]:
+    config = GPT2Config(n_embd=WIDTH, n_head=4, n_positions=LENGTH, attn_implementation="eager")
+    return GPT2Block(config, 0).train(), {}
+
+
+def saved_for_real(case: Case) -> int:
+    """Bytes that autograd keeps for a block after AOTAutograd cut it, beside what it was given."""
+    block, others = case()
+    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    names, weights = zip(*block.named_parameters(), strict=True)
+    leaves, spec = tree_flatten(others)
+
+    def flat(*tensors: Tensor) -> Tensor:
+        given, x, rest = tensors[: len(names)], tensors[len(names)], tensors[len(names) + 1 :]
+        with _reparametrize_module(block, dict(zip(names, given, strict=True))):
+            return block(x, **tree_unflatten(list(rest), spec))
+
+    cut = aot_function(
+        flat,
+        fw_compiler=lambda graph, _: graph,
+        partition_fn=partitioners.min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    out = cut(*weights, x, *leaves)
+    given = {t.untyped_storage().data_ptr() for t in (*weights, x, *leaves)}
+    storages = {t.untyped_storage().data_ptr(): t for t in out.grad_fn.saved_tensors}
+    return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in given)
+
+
+def to_gpu(value: Any) -> Any:
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([t.to("cuda") if isinstance(t, Tensor) else t for t in leaves], spec)
+
+
+def saved_by_stand_in(case: Case, how: str = KEEP) -> int:
+    """Bytes that are alive after the stand-in's forward and were not before, but for its result."""
+    with pretend(H200) as recorder:
+        block, others = case()
+        block.to("cuda")
+        others = to_gpu(others)
+        x = torch.empty(BATCH, LENGTH, WIDTH, device="cuda", requires_grad=True)
+        stand_in_for_compiled(block, how, recorder=recorder)
+        before = recorder.allocated
+        out = block(x, **others)
+        saved = recorder.allocated - before - HIDDEN
+        out.sum().backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in block.parameters())
+        gradients = sum(p.numel() * 4 for p in block.parameters()) + HIDDEN
+        del out
+        workspaces = sum(b.size for b in recorder.timeline.blocks if b.category == "workspace")
+        assert recorder.allocated - before == gradients + workspaces, "all that was saved is freed"
+        return saved
+
+
+@pytest.mark.parametrize("case", [llama_layer, gpt2_block])
+def test_what_is_saved_is_what_aot_autograd_saves(case: Case) -> None:
+    real = saved_for_real(case)
+    # Of two results of one op, a mean and a variance, it may need one and the stand-in keeps both.
+    rows = BATCH * LENGTH * 4
+    assert real <= saved_by_stand_in(case) <= real + 2 * rows
+
+
+@pytest.mark.parametrize("case", [llama_layer, gpt2_block])
+def test_recomputed_a_block_saves_its_inputs_alone(case: Case) -> None:
+    assert saved_by_stand_in(case, RECOMPUTE) == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "width"),
+    [
+        (llama_layer, "recompute saving product#0", WIDTH),
+        (llama_layer, "recompute saving product#1 product#2", WIDTH),  # keys and values are shared
+        (gpt2_block, "recompute saving product#0", 3 * WIDTH),
+    ],
+)
+def test_saving_an_op_adds_its_result(case: Case, how: str, width: int) -> None:
+    assert saved_by_stand_in(case, how) == BATCH * LENGTH * width * 4
+
+
+# -- graphs are shared -----------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + self.down(torch.relu(self.up(x))) * scale
+
+
+def run(recorder: Recorder, block: nn.Module, how: str = KEEP, rows: int = 4, **rest: Any) -> Any:
+    block.to("cuda")
+    undo = stand_in_for_compiled(block, how, recorder=recorder)
+    out = block(torch.empty(rows, WIDTH, device="cuda", requires_grad=True), **rest)
+    undo()
+    return out
+
+
+def test_blocks_of_one_class_are_traced_once_and_cut_once_for_each_choice() -> None:
+    with pretend(H200) as recorder:
+        for block in (Mlp(), Mlp(), Mlp()):
+            run(recorder, block)
+        assert (len(compiled._cache.traced), len(compiled._cache.cut)) == (1, 1)
+        run(recorder, Mlp(), RECOMPUTE)
+        assert (len(compiled._cache.traced), len(compiled._cache.cut)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "differently",
+    [
+        lambda recorder: run(recorder, Mlp(), rows=8),
+        lambda recorder: run(recorder, Mlp(), scale=2.0),
+        lambda recorder: run(recorder, Mlp().requires_grad_(False)),
+    ],
+    ids=["rows", "a constant", "frozen"],
+)
+def test_other_shapes_constants_and_gradients_are_other_graphs(
+    differently: Callable[[Recorder], Any],
+) -> None:
+    with pretend(H200) as recorder:
+        run(recorder, Mlp())
+        differently(recorder)
+    assert len(compiled._cache.traced) == 2
+
+
+def test_autocast_is_part_of_the_graph() -> None:
+    with pretend(H200) as recorder:
+        run(recorder, Mlp())
+        with torch.autocast("cuda", torch.bfloat16):
+            out = run(recorder, Mlp())
+        assert len(compiled._cache.traced) == 2
+        assert out.dtype is torch.float32  # what is added to it is wider
+
+
+def test_without_gradients_a_block_runs_as_it_is() -> None:
+    with pretend(H200) as recorder, torch.no_grad():
+        run(recorder, Mlp())
+        assert not compiled._cache.traced
+
+
+def test_forgetting_leaves_nothing() -> None:
+    with pretend(H200) as recorder:
+        run(recorder, Mlp())
+    forget_compiled()
+    assert not compiled._cache.traced and not compiled._cache.cut
+
+
+# -- what blocks return ----------------------------------------------------------------------------
+
+
+class Returns(Mlp):
+    """Returns a nest of things that are not all its own results."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        out = super().forward(x)
+        bias = self.up.weight.sum() * mask
+        return {"out": out, "none": None, "mask": mask, "bias": bias, "sizes": (x.detach() * 2, 7)}
+
+
+def test_a_nest_of_results_comes_back_as_it_was() -> None:
+    with pretend(H200) as recorder:
+        mask = torch.ones(4, WIDTH, device="cuda")
+        out = run(recorder, Returns(), mask=mask)
+        assert list(out) == ["out", "none", "mask", "bias", "sizes"]
+        assert out["none"] is None and out["sizes"][1] == 7
+        assert out["mask"] is mask  # given back, not made
+        assert out["out"].shape == out["bias"].shape == (4, WIDTH)
+        assert out["out"].requires_grad and out["bias"].requires_grad
+        assert not out["sizes"][0].requires_grad
+
+
+def test_a_result_that_nobody_uses_does_not_stop_backward() -> None:
+    with pretend(H200) as recorder:
+        block = Returns()
+        out = run(recorder, block, mask=torch.ones(4, WIDTH, device="cuda"))
+        out["out"].sum().backward()
+        assert all(p.grad is not None for p in block.parameters())
+
+
+class Normed(Mlp):
+    """Writes to buffers: its running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.norm(x))
+
+
+def test_running_statistics_are_no_results() -> None:
+    with pretend(H200) as recorder:
+        block = Normed()
+        out = run(recorder, block)
+        assert isinstance(out, Tensor) and out.shape == (4, WIDTH)
+        out.sum().backward()
+        assert block.norm.weight.grad is not None
+
+
+# -- what cannot be compiled -----------------------------------------------------------------------
+
+
+class Branches(Mlp):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Writes(Mlp):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.mul_(2))
+
+
+class Views(Mlp):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x), x.t()
+
+
+@pytest.mark.parametrize("block", [Branches, Writes, Views])
+def test_what_cannot_be_cut_in_two_is_refused(block: Callable[[], nn.Module]) -> None:
+    with pretend(H200) as recorder:
+        made = block().to("cuda")
+        stand_in_for_compiled(made, KEEP, recorder=recorder)
+        hidden = torch.empty(4, WIDTH, device="cuda", requires_grad=True) * 1
+        with pytest.raises(CannotRehearse):
+            made(hidden)
+        assert not recorder.tracing
+
+
+def test_undoing_gives_the_block_its_own_forward_back() -> None:
+    with pretend(H200) as recorder:
+        block = Mlp()
+        stand_in_for_compiled(block, KEEP, recorder=recorder)()
+        assert "forward" not in vars(block)

@@ -1,0 +1,163 @@
+"""The work of an op follows from its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomph.timing.ops import work_of
+from oomph.timing.work import Work
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+class Sum(TorchDispatchMode):
+    """All work of whatever runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.prim.device.default:  # a question, not an op
+            self.works.append(work_of(func, args, out))
+        return out
+
+
+def works(function: Callable[[], Any]) -> list[Work]:
+    with Sum() as log:
+        function()
+    return [work for work in log.works if work != Work()]
+
+
+def test_products_of_every_kind_count_two_operations_for_each_triple() -> None:
+    a, b = torch.empty(8, 16), torch.empty(16, 4)
+    bias = torch.empty(4)
+    for function in (lambda: a @ b, lambda: torch.addmm(bias, a, b)):
+        (work,) = works(function)
+        assert (work.flops, work.kind, work.dtype) == (2 * 8 * 16 * 4, "product", "fp32")
+    (work,) = works(lambda: torch.bmm(torch.empty(3, 8, 16), torch.empty(3, 16, 4)))
+    assert work.flops == 3 * 2 * 8 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float64, "fp64")],
+)
+def test_the_dtype_of_a_product_is_that_of_what_it_reads(dtype: torch.dtype, name: str) -> None:
+    (work,) = works(lambda: torch.empty(8, 8, dtype=dtype) @ torch.empty(8, 8, dtype=dtype))
+    assert work.dtype == name
+    assert work.bytes == 3 * 64 * dtype.itemsize
+
+
+def test_a_convolution_counts_all_positions_of_its_result() -> None:
+    image, kernel = torch.empty(2, 3, 8, 8), torch.empty(5, 3, 3, 3)
+    (work,) = works(lambda: torch.conv2d(image, kernel, padding=1))
+    assert work.kind == "convolution"
+    assert work.flops == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+
+
+def test_a_transposed_convolution_does_not_fail() -> None:
+    image, kernel = torch.empty(2, 3, 8, 8), torch.empty(3, 5, 3, 3)
+    (work,) = works(lambda: torch.conv_transpose2d(image, kernel))
+    assert work.kind == "convolution" and work.bytes > 0
+
+
+def attention(op: Any, queries: int, keys: int, heads: int, *rest: Any) -> Work:
+    query, key = torch.empty(2, 8, queries, 16), torch.empty(2, heads, keys, 16)
+    return work_of(op, (query, key, key, *rest), query)
+
+
+def test_attention_is_two_products_over_all_pairs() -> None:
+    flash = aten._scaled_dot_product_flash_attention.default
+    assert attention(flash, 32, 64, 8, 0.0, False).flops == 2 * 2 * 2 * 8 * 32 * 64 * 16
+
+
+def test_a_causal_mask_halves_the_pairs_wherever_the_op_is_told() -> None:
+    for op, causal in (
+        (aten._scaled_dot_product_flash_attention.default, (0.0, True)),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (0.0, True)),
+        (aten._scaled_dot_product_efficient_attention.default, (None, True, 0.0, True)),
+        (aten._scaled_dot_product_cudnn_attention.default, (None, True, 0.0, True)),
+    ):
+        free = (*causal[:-1], False)
+        assert attention(op, 32, 32, 8, *causal).flops * 2 == attention(op, 32, 32, 8, *free).flops
+
+
+def test_groups_of_queries_share_keys_but_not_products() -> None:
+    flash = aten._scaled_dot_product_flash_attention.default
+    one, shared = (attention(flash, 32, 32, heads, 0.0, False) for heads in (8, 2))
+    assert one.flops == shared.flops
+    assert one.bytes > shared.bytes
+
+
+def test_the_backward_of_attention_is_five_products_for_forwards_two() -> None:
+    query = torch.empty(2, 8, 32, 16)
+    rows = torch.empty(2, 8, 32)
+    forward = attention(aten._scaled_dot_product_flash_attention.default, 32, 32, 8, 0.0, True)
+    backward = work_of(
+        aten._scaled_dot_product_flash_attention_backward.default,
+        (query, query, query, query, query, rows, None, None, 32, 32, 0.0, True, rows, rows),
+        (query, query, query),
+    )
+    assert backward.kind == "attention backward"
+    assert backward.flops == 2.5 * forward.flops
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(-1),
+        lambda x: x.t(),
+        lambda x: x[:4],
+        lambda x: x.expand(3, 8, 8),
+        lambda x: x.detach(),
+        lambda x: torch.empty_like(x),
+    ],
+    ids=["view", "t", "slice", "expand", "detach", "empty_like"],
+)
+def test_views_and_empty_tensors_launch_nothing(view: Callable[[Tensor], Tensor]) -> None:
+    x = torch.empty(8, 8)
+    assert works(lambda: view(x)) == []
+
+
+def test_pointwise_ops_read_and_write_all_bytes() -> None:
+    x = torch.empty(8, 8)
+    (work,) = works(lambda: x + x)
+    assert work == Work(bytes=3 * 256)
+    (work,) = works(lambda: x.add_(1))
+    assert work == Work(bytes=2 * 256)
+
+
+def test_a_broadcast_dimension_is_read_once() -> None:
+    row = torch.empty(1, 8).expand(8, 8)
+    (work,) = works(lambda: torch.empty(8, 8) * row)
+    assert work.bytes == 256 + 32 + 256
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda table, at: torch.nn.functional.embedding(at, table),
+        lambda table, at: table[at],
+        lambda table, at: table.index_select(0, at),
+    ],
+    ids=["embedding", "index", "index_select"],
+)
+def test_a_lookup_reads_the_rows_it_returns(lookup: Callable[[Tensor, Tensor], Tensor]) -> None:
+    table, at = torch.empty(1000, 8), torch.zeros(3, dtype=torch.int64)
+    (work,) = works(lambda: lookup(table, at))
+    assert work.bytes == 2 * 3 * 8 * 4
