@@ -8,10 +8,8 @@ BIN := $(VENV)/bin
 demo: $(VENV)/ready
 	@$(BIN)/python -m benchmarks.demo
 
-# What compiles for real runs in a process of its own: PyTorch's compiler remembers what it has seen.
 test: lint types
-	@$(BIN)/python -m pytest --ignore=tests/running --ignore=tests/techniques
-	@$(BIN)/python -m pytest tests/running tests/techniques
+	@$(BIN)/python -m pytest
 
 lint: $(VENV)/ready
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from oomph.rehearsal.dispatching import find_operator, replaced_kernels
+
 _LOWER_PRECISION = [
     "_convolution.deprecated",
     "_convolution",
@@ -179,11 +181,6 @@ class WeightCache:
         self._copies.clear()
 
 
-def _operator(name: str) -> Any:
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
 def _kernel(run: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
@@ -257,13 +254,13 @@ def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
         (_FULL_PRECISION_BY_DTYPE, full_by_dtype),
         (_WIDEST_INPUT, widest),
     )
-    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+    with replaced_kernels() as replace, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # replacing the CPU's own kernels is the point
         for names, policy in policies:
             for name in names:
-                library.impl(name, policy(_operator(name)), "AutocastCPU")
+                replace(name, policy(find_operator(name)), "AutocastCPU")
         for name in _cast_on_the_cpu_only():
-            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+            replace(name, torch.library.fallthrough_kernel, "AutocastCPU")
         with _cuda_means_cpu(cache):
             yield
 

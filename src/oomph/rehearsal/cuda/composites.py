@@ -17,6 +17,7 @@ from torch import Tensor
 from oomph.gpus import GPU
 from oomph.rehearsal.cuda.attention import Attention, attend
 from oomph.rehearsal.cuda.recurrent import run_recurrent
+from oomph.rehearsal.dispatching import replaced_kernels
 
 aten = torch.ops.aten
 
@@ -147,8 +148,8 @@ def cuda_composites(gpu: GPU, on_gpu: Callable[[Tensor], bool]) -> Iterator[None
         "softmax.int": softmax,
         "log_softmax.int": log_softmax,
     }
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with replaced_kernels() as replace:
         for name, kernel in kernels.items():
             for key in _KEYS:
-                library.impl(name, kernel, key)
+                replace(name, kernel, key)
         yield
