@@ -1,0 +1,75 @@
+"""The link of a real card: a stream for each direction beside the one that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oomph.host.link import Copy
+from oomph.host.pinned import PinnedMemory
+
+
+class CudaLink:
+    """Copies on streams of its own; see `oomph.host.link.Link`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+        self._pinned = PinnedMemory()
+
+    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Copy behind what the computing stream was given so far."""
+        return self._copy(self._out, source, target, after)
+
+    def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Copy behind what the computing stream was given so far: it may still use the target."""
+        return self._copy(self._in, source, target, after)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Pinned memory of this size, or pageable memory where the driver refuses."""
+        return self._pinned.take(nbytes)
+
+    def close(self) -> None:
+        """Wait for both streams and unpin."""
+        self._out.synchronize()
+        self._in.synchronize()
+        self._pinned.close()
+
+    def _copy(
+        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Copy]
+    ) -> Copy:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(ready)
+        for earlier in after:
+            if isinstance(earlier, _CudaCopy):
+                stream.wait_event(earlier.done)
+        with torch.cuda.stream(stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(stream)
+        return _CudaCopy(self._device, done, source, target)
+
+
+class _CudaCopy:
+    """A copy that its event tells the end of; it keeps both tensors until it is waited for."""
+
+    def __init__(
+        self, device: torch.device, done: torch.cuda.Event, source: Tensor, target: Tensor
+    ) -> None:
+        self.done = done
+        self._device = device
+        self._held: tuple[Tensor, ...] = (source, target)
+
+    def wait(self) -> None:
+        """The computing stream waits; what it is given later may reuse the memory."""
+        torch.cuda.current_stream(self._device).wait_event(self.done)
+        self._held = ()
+
+    def finish(self) -> None:
+        """This thread waits."""
+        self.done.synchronize()
+        self._held = ()

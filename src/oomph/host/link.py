@@ -1,0 +1,80 @@
+"""The link between the GPU and the host: copies that go on while the GPU computes.
+
+Whoever starts a copy gets a `Copy` and keeps it until somebody waited for it. That is the whole
+rule, and all races come from breaking it: a copy reads and writes memory behind the back of the
+stream that computes, and the allocator would give that memory to the next op. A `Copy` therefore
+holds both of its tensors until it is waited for.
+
+There are four links: `CudaLink` has a stream for each direction, `InstantLink` copies at once (the
+CPU's), a rehearsal has one that takes no time but the clock's, and tests have one that copies as
+late as it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """All later work of the computing stream comes after the copy; the host does not wait."""
+
+    def finish(self) -> None:
+        """The host waits until the copy is done, and may then read or overwrite what it copied."""
+
+
+class Link(Protocol):
+    """Copies between the GPU and the host, beside the work of the stream that computes."""
+
+    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Copy what the computing stream has put into `source` by now.
+
+        `after` are earlier copies of the other direction that `target` has to wait for. Copies of
+        one direction come one after the other.
+        """
+
+    def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Copy into `target`, which the computing stream no longer uses, once `after` are done."""
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Bytes of host memory that copies are fast from and to; freed with the last reference."""
+
+    def close(self) -> None:
+        """Wait for every copy and give everything back."""
+
+
+class DoneCopy:
+    """A copy that is done."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+
+class InstantLink:
+    """Copies at once: where there is no GPU, or nothing to overlap with."""
+
+    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Copy now."""
+        target.copy_(source)
+        return DoneCopy()
+
+    def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Copy now."""
+        target.copy_(source)
+        return DoneCopy()
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Plain memory."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Nothing is under way."""

@@ -1,0 +1,59 @@
+"""Host memory that the card can copy from and to by itself.
+
+PyTorch's own pinned allocator rounds sizes up to powers of two and keeps what was freed. Here each
+piece is exactly as large as asked, page-aligned, pinned once and used in every step: pinning takes
+about 0.7 s for a GiB.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("oomph")
+
+
+class PinnedMemory:
+    """Pieces of pinned memory; each is unpinned with its last reference, or by `close`."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[int, weakref.finalize[[int], Any]] = {}
+        self._refused = False
+
+    def take(self, nbytes: int) -> Tensor:
+        """So many bytes, pinned; pageable, which is several times slower, where that is refused."""
+        pages = mmap.mmap(-1, max(nbytes, 1))  # anonymous, page-aligned, given back when unused
+        memory = torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        if not self._refused:
+            self._pin(memory, nbytes)
+        return memory
+
+    def close(self) -> None:
+        """Unpin everything; whoever still holds a piece can go on using it as plain memory."""
+        for finalizer in list(self._pinned.values()):
+            finalizer()
+        self._pinned.clear()
+
+    def _pin(self, memory: Tensor, nbytes: int) -> None:
+        address = memory.data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        if int(error) != 0:
+            self._refused = True
+            log.warning(
+                "the driver refuses to pin %d bytes of host memory (%s): copies will be several"
+                " times slower; raise the limit on locked memory (ulimit -l)",
+                nbytes,
+                error,
+            )
+            return
+        storage = memory.untyped_storage()
+        self._pinned[address] = weakref.finalize(storage, _unpin, address)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

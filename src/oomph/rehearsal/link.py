@@ -1,0 +1,81 @@
+"""The link in a rehearsal: nothing is copied, but the clock knows when each copy would be done.
+
+Copies of one direction come one after the other, beside the kernels. Whoever waits for a copy moves
+the clock on to its end, so a rehearsed step takes as long as what of its copies is not hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oomph.gpus import GPU
+from oomph.gpus.profile import load_profile
+from oomph.host.link import Copy
+from oomph.rehearsal.recorder import Recorder, Side
+
+#: The part of the data sheet's rate that both directions reach at once, measured on an H200.
+REACHED = 0.79
+
+
+class RehearsedLink:
+    """A link between the card that is rehearsed and its host; see `oomph.host.link.Link`."""
+
+    def __init__(self, recorder: Recorder, gpu: GPU) -> None:
+        self._recorder = recorder
+        profile = load_profile(gpu.name)
+        sheet = REACHED * gpu.host_link
+        self._out = _Lane((profile.device_to_host if profile else None) or sheet)
+        self._in = _Lane((profile.host_to_device if profile else None) or sheet)
+
+    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Begin when the kernels so far are done."""
+        return self._copy(self._out, source, target, after)
+
+    def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Begin when the kernels so far are done."""
+        return self._copy(self._in, source, target, after)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Fake memory on the host's side, counted."""
+        self._recorder.timeline.host_bytes += nbytes
+        with self._recorder.placing(Side.HOST):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def _copy(self, lane: _Lane, source: Tensor, target: Tensor, after: Sequence[Copy]) -> Copy:
+        earlier = [copy.end for copy in after if isinstance(copy, _RehearsedCopy)]
+        begin = max(self._recorder.seconds, lane.free, *earlier, 0.0)
+        lane.free = begin + source.numel() * source.element_size() / lane.rate
+        return _RehearsedCopy(self._recorder, lane.free, (source, target))
+
+
+class _Lane:
+    """One direction: how fast it is, and when its last copy is done."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.free = 0.0
+
+
+class _RehearsedCopy:
+    """Holds its tensors as a real one does: they take memory until it is waited for."""
+
+    def __init__(self, recorder: Recorder, end: float, held: tuple[Tensor, ...]) -> None:
+        self.end = end
+        self._recorder = recorder
+        self._held = held
+
+    def wait(self) -> None:
+        """The kernels that follow begin no sooner."""
+        if self._recorder.clock is not None:
+            self._recorder.seconds = max(self._recorder.seconds, self.end)
+        self._held = ()
+
+    def finish(self) -> None:
+        """As `wait`."""
+        self.wait()

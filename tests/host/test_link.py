@@ -1,0 +1,45 @@
+"""Links: what they promise, and that the one for tests finds broken promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deferred_link import DeferredLink
+
+from oomph.host.link import InstantLink
+
+
+@pytest.mark.parametrize("link", [InstantLink(), DeferredLink(), DeferredLink(eager=0.5)])
+def test_there_and_back_is_the_same(link: InstantLink | DeferredLink) -> None:
+    there = link.host_memory(16).view(torch.float32)
+    source, back = torch.arange(4.0), torch.zeros(4)
+    out = link.to_host(source, there)
+    link.to_gpu(there, back, after=[out]).wait()
+    assert back.tolist() == [0, 1, 2, 3]
+    link.close()
+
+
+def test_a_target_that_is_read_before_the_wait_is_poison() -> None:
+    link = DeferredLink()
+    target = torch.zeros(4)
+    copy = link.to_gpu(torch.ones(4), target)
+    assert target.isnan().all()
+    copy.wait()
+    assert target.tolist() == [1, 1, 1, 1]
+
+
+def test_a_source_that_is_written_before_the_wait_arrives_changed() -> None:
+    link = DeferredLink()
+    source, target = torch.ones(4), torch.zeros(4)
+    copy = link.to_host(source, target)
+    source.fill_(2)
+    copy.wait()
+    assert target.tolist() == [2, 2, 2, 2]
+
+
+def test_memory_that_is_freed_before_the_wait_is_noticed() -> None:
+    link = DeferredLink()
+    target = torch.zeros(4)
+    link.to_host(torch.ones(4), target)
+    with pytest.raises(AssertionError, match="freed while"):
+        link.close()
