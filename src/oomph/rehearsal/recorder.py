@@ -100,10 +100,12 @@ class Recorder(TorchDispatchMode):
         self.clock: Clock | None = None
         self.seconds = 0.0
         self.launches = 0
+        #: Whose pool of the allocator memory comes from: a stream's, or a graph's that is captured.
+        self.pool = 0
         self._rules = rules
         self._default_side = default_side
         self._storages: dict[int, _Storage] = {}
-        self._workspaces: set[str] = set()
+        self._workspaces: set[tuple[int, str]] = set()
         self._placing: Side | None = None
         self._modules: list[str] = []
         self._phase = ""
@@ -355,8 +357,8 @@ class Recorder(TorchDispatchMode):
             self.run_kernel(work_of(func, args, out))
         in_backward = torch._C._current_autograd_node() is not None
         for key, size in self._rules.lasting(func, args, in_backward):
-            if key not in self._workspaces:
-                self._workspaces.add(key)
+            if (self.pool, key) not in self._workspaces:
+                self._workspaces.add((self.pool, key))
                 self._allocate(size, key, Category.WORKSPACE)
         late = [b for b in bursts if b.after is None or b.after >= len(outputs)]
         self._pass(str(func), late)
@@ -389,6 +391,7 @@ class Recorder(TorchDispatchMode):
             module=self.current_module,
             op=op,
             phase=self._phase,
+            stream=self.pool,
         )
         self.timeline.blocks.append(block)
         self.allocated += size

@@ -55,6 +55,7 @@ def replay(
     phases: dict[str, PhasePeak] = {}
     highest, at = 0, 0
     spans = sorted(timeline.spans, key=lambda span: span.start)
+    emptied = list(timeline.emptied)
 
     def close_span() -> None:
         nonlocal highest
@@ -75,6 +76,9 @@ def replay(
     for event, block, is_birth in timeline.stream_of_events():
         while spans and event >= spans[0].stop:
             close_span()
+        while emptied and event >= emptied[0]:
+            emptied.pop(0)
+            allocator.empty_cache()
         if is_birth:
             size = int(block.size * doubtful) if block.doubtful else block.size
             handles[id(block)] = allocator.malloc(size, block.stream)

@@ -68,6 +68,8 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     events: int = 0
+    #: Events before which everything that is cached and unused is given back to the driver.
+    emptied: list[int] = field(default_factory=list)
     #: Host memory that techniques take for what leaves the GPU.
     host_bytes: int = 0
     #: Assumptions made where only real data could tell, in words (rule 7).

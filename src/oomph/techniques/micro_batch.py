@@ -103,6 +103,37 @@ class Weigher:
         if self._searched:
             self._settle()  # not a step later, when nobody would wait: the rules are new
 
+    def counted(self) -> Tensor | None:
+        """The targets that the first mean of the batch's loss averaged over; None without one."""
+        return self._seen.get(0)
+
+    @property
+    def asks_the_job(self) -> bool:
+        """Whether it is the job that counts what its loss averages over."""
+        return self._items is not None
+
+    def totals(self) -> dict[int, Tensor]:
+        """By a mean's number: the targets in the batch, where a rule tells."""
+        for number, rule in self._rules.items():
+            if number not in self._totals:
+                self._totals[number] = rule(self._batch)
+        return self._totals
+
+    @contextlib.contextmanager
+    def apart(self, totals: dict[int, Tensor]) -> Iterator[dict[int, Tensor]]:
+        """What is weighed inside is so by these totals, and counted in what this gives."""
+        kept = self._totals, self._seen
+        self._totals, self._seen = totals, {}
+        try:
+            yield self._seen
+        finally:
+            self._totals, self._seen = kept
+
+    def see(self, counts: dict[int, Tensor]) -> None:
+        """A part was weighed elsewhere, and had so many targets."""
+        for number, count in counts.items():
+            self._seen[number] = self._seen.get(number, 0) + count
+
     def divide(self, summed: Tensor, mean: _Mean, share: float) -> Tensor:
         """The sum over a part's targets, as what `weigh` makes its share of the batch's mean."""
         valid = mean.count()
@@ -148,15 +179,8 @@ class Weigher:
         return totals[0]
 
 
-class _Means(TorchFunctionMode):
-    """Turns means over class targets into the part's share of the whole batch's mean."""
-
-    def __init__(self, weigher: Weigher, part: Any, share: float) -> None:
-        super().__init__()
-        self.results: list[Tensor] = []
-        self._weigher = weigher
-        self._part = part
-        self._share = share
+class _MeansOverTargets(TorchFunctionMode):
+    """Sees every mean over class targets that is computed inside."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -169,22 +193,63 @@ class _Means(TorchFunctionMode):
             asked = [given.pop(name, None) for name in _LEGACY]
             classes = not given["target"].is_floating_point()
             if given["reduction"] == "mean" and asked == [None, None] and classes:
-                if given["weight"] is None:
-                    return self._share_of_mean(func, given)
-                self._weigher.refuse_class_weights()
+                return self.mean(func, given)
         return func(*args, **kwargs)
 
-    def _share_of_mean(self, func: Any, given: dict[str, Any]) -> Tensor:
-        ignored = given["ignore_index"]
+    def mean(self, func: Any, given: dict[str, Any]) -> Tensor:
+        """What becomes of a mean: this function with these arguments."""
+        raise NotImplementedError
+
+
+class _Means(_MeansOverTargets):
+    """Turns means over class targets into the part's share of the whole batch's mean."""
+
+    def __init__(self, weigher: Weigher, part: Any, share: float) -> None:
+        super().__init__()
+        self.results: list[Tensor] = []
+        self._weigher = weigher
+        self._part = part
+        self._share = share
+
+    def mean(self, func: Any, given: dict[str, Any]) -> Tensor:
+        if given["weight"] is not None:
+            self._weigher.refuse_class_weights()
+            return func(**given)  # type: ignore[no-any-return]
         mean = _Mean(
             number=len(self.results),
             part=self._part,
             target=given["target"],
-            ignored=_IGNORED if ignored is None else ignored,
+            ignored=_ignored(given),
         )
         summed: Tensor = func(**{**given, "reduction": "sum"})
         self.results.append(self._weigher.divide(summed, mean, self._share))
         return self.results[-1]
+
+
+def _ignored(given: dict[str, Any]) -> int:
+    ignored: int | None = given["ignore_index"]
+    return _IGNORED if ignored is None else ignored
+
+
+class _Counted(_MeansOverTargets):
+    """Counts what means over class targets average over, and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Tensor] = []
+
+    def mean(self, func: Any, given: dict[str, Any]) -> Tensor:
+        target, weight = given["target"], given["weight"]
+        valid = target != _ignored(given)
+        self.counts.append(valid.sum() if weight is None else weight[target[valid]].sum())
+        return func(**given)  # type: ignore[no-any-return]
+
+
+def count_targets(compute_loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None]:
+    """A loss, and what its first mean over class targets averages over; None without one."""
+    with _Counted() as counted:
+        loss = compute_loss()
+    return loss, counted.counts[0] if counted.counts else None
 
 
 # -- where targets come from -----------------------------------------------------------------------
@@ -267,7 +332,7 @@ def check_parts(
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
-            _evaluating(model),
+            in_evaluation(model),
             _random_streams(model) as was_drawn_from,
         ):
             whole = float(compute_loss(pair))
@@ -289,7 +354,8 @@ def check_parts(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """The whole model evaluates; afterwards each part of it trains that did before."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

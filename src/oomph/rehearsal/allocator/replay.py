@@ -1,7 +1,7 @@
 """PyTorch's CUDA caching allocator, replayed: which bytes a stream of requests would reserve.
 
-The rules are those of torch 2.11 to 2.13 for one device, without CUDA graphs, memory pools of the
-user's own and `record_stream`. What is handed out is a block: at least the request rounded up to
+The rules are those of torch 2.11 to 2.13 for one device, without memory pools of the user's own and
+`record_stream`. What is handed out is a block: at least the request rounded up to
 512 B, and the whole of what was found when that is too small to split. `allocated` therefore counts
 blocks, exactly as `torch.cuda.memory_allocated` does.
 """
@@ -39,6 +39,9 @@ SEGMENT_ROUNDING = 2 * MIB
 # How much larger than the request an oversize block may be and still serve it whole.
 _OVERSIZE_SLACK = 20 * MIB
 _UNLIMITED = 1 << 64
+
+GRAPH_POOL = 1 << 16
+"""From here on a stream's number stands for the pool of a CUDA graph, which is kept while it is."""
 
 # Address space of an expandable segment: a whole number of pages of either size, and more than any
 # device has. (PyTorch takes 9/8 of the device's memory; only a segment full of holes could tell.)
@@ -224,6 +227,8 @@ class Allocator:
     def empty_cache(self) -> None:
         """Give back what is unused: whole segments, or whole pages of expandable segments."""
         for pool in (*self._large.values(), *self._small.values()):
+            if pool.stream >= GRAPH_POOL:
+                continue  # a replay uses it again
             for block in pool.free_blocks():
                 if self._expandable:
                     self._reserved -= pool.unmap(block)
@@ -300,7 +305,7 @@ class Allocator:
         block = self._from_driver(pool, size)
         if block is None and self._release_oversize(pool, size):
             block = self._from_driver(pool, size)
-        if block is None:
+        if block is None and pool.stream < GRAPH_POOL:  # nothing is given back during a capture
             self.empty_cache()
             self._retries += 1
             block = self._from_driver(pool, size)
