@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class DeferredLink:
         self.bytes = {"out": 0, "in": 0}
         self.taken = 0
         """Bytes of host memory asked for."""
-        self._queues: dict[str, list[_Job]] = {"out": [], "in": []}
+        self._queues: dict[str, list[_Job | _Work]] = {"out": [], "in": [], "host": []}
         self._eager = eager
         self._random = random.Random(seed)
 
@@ -37,6 +37,14 @@ class DeferredLink:
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         return self._enqueue("in", source, target, after)
+
+    def host_work(
+        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+    ) -> DeferredWork:
+        job = _Work(self, work, _jobs(after))
+        self._queues["host"].append(job)
+        self._run_some()
+        return DeferredWork(job)
 
     def host_memory(self, nbytes: int) -> Tensor:
         self.taken += nbytes
@@ -49,7 +57,7 @@ class DeferredLink:
             while queue:
                 queue.pop(0).run()
 
-    def run_until(self, job: _Job) -> None:
+    def run_until(self, job: _Job | _Work) -> None:
         while not job.done:
             self._queues[job.queue].pop(0).run()
 
@@ -57,14 +65,20 @@ class DeferredLink:
         self, queue: str, source: Tensor, target: Tensor, after: Sequence[Copy]
     ) -> DeferredCopy:
         assert source.shape == target.shape and source.dtype == target.dtype
-        earlier = [copy.job for copy in after if isinstance(copy, DeferredCopy)]
-        job = _Job(self, queue, _Weak(source), _Weak(target), earlier)
+        job = _Job(self, queue, _Weak(source), _Weak(target), _jobs(after))
         self.bytes[queue] += source.numel() * source.element_size()
         self._queues[queue].append(job)
+        self._run_some()
+        return DeferredCopy(job, (source, target))
+
+    def _run_some(self) -> None:
         for waiting in self._queues.values():
             while waiting and self._random.random() < self._eager:
                 waiting.pop(0).run()
-        return DeferredCopy(job, (source, target))
+
+
+def _jobs(copies: Sequence[Copy]) -> list[_Job | _Work]:
+    return [copy.job for copy in copies if isinstance(copy, DeferredCopy | DeferredWork)]
 
 
 class DeferredCopy:
@@ -82,11 +96,58 @@ class DeferredCopy:
         self.wait()
 
 
+class DeferredWork:
+    """Work of the host that is done as late as it may be."""
+
+    def __init__(self, job: _Work) -> None:
+        self.job = job
+
+    def wait(self) -> None:
+        self.job.link.run_until(self.job)
+        if self.job.error is not None:
+            raise self.job.error
+
+    def finish(self) -> None:
+        self.wait()
+
+    def is_done(self) -> bool:
+        return self.job.done
+
+
+class _Work:
+    """Work in its queue; its error is for whoever waits."""
+
+    queue = "host"
+
+    def __init__(
+        self, link: DeferredLink, work: Callable[[], None], earlier: list[_Job | _Work]
+    ) -> None:
+        self.link = link
+        self.done = False
+        self.error: BaseException | None = None
+        self._work, self._earlier = work, earlier
+
+    def run(self) -> None:
+        for job in self._earlier:
+            self.link.run_until(job)
+        if not self.done:
+            self.done = True
+            try:
+                self._work()
+            except Exception as error:
+                self.error = error
+
+
 class _Job:
     """A copy in its queue, which keeps nothing alive."""
 
     def __init__(
-        self, link: DeferredLink, queue: str, source: _Weak, target: _Weak, earlier: list[_Job]
+        self,
+        link: DeferredLink,
+        queue: str,
+        source: _Weak,
+        target: _Weak,
+        earlier: list[_Job | _Work],
     ) -> None:
         self.link = link
         self.queue = queue

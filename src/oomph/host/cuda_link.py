@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy
+from oomph.host.link import Copy, HostWork
 from oomph.host.pinned import PinnedMemory
+from oomph.host.worker import HostWorker
 
 
 class CudaLink:
@@ -19,6 +20,7 @@ class CudaLink:
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned = PinnedMemory()
+        self._worker = HostWorker()
 
     def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Copy behind what the computing stream was given so far."""
@@ -28,12 +30,19 @@ class CudaLink:
         """Copy behind what the computing stream was given so far: it may still use the target."""
         return self._copy(self._in, source, target, after)
 
+    def host_work(
+        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+    ) -> HostWork:
+        """Have a thread of the link's own do it."""
+        return self._worker.begin(work, after)
+
     def host_memory(self, nbytes: int) -> Tensor:
         """Pinned memory of this size, or pageable memory where the driver refuses."""
         return self._pinned.take(nbytes)
 
     def close(self) -> None:
-        """Wait for both streams and unpin."""
+        """Wait for the thread and both streams, and unpin."""
+        self._worker.close()
         self._out.synchronize()
         self._in.synchronize()
         self._pinned.close()
@@ -47,6 +56,8 @@ class CudaLink:
         for earlier in after:
             if isinstance(earlier, _CudaCopy):
                 stream.wait_event(earlier.done)
+            else:  # work of the host, which no stream can wait for
+                earlier.finish()
         with torch.cuda.stream(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
         done = torch.cuda.Event()

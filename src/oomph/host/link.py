@@ -8,11 +8,14 @@ holds both of its tensors until it is waited for.
 There are four links: `CudaLink` has a stream for each direction, `InstantLink` copies at once (the
 CPU's), a rehearsal has one that takes no time but the clock's, and tests have one that copies as
 late as it may.
+
+Work of the host on what was copied is given to the link as well: a thread of its own does it, or
+the clock tells when it would be done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +32,16 @@ class Copy(Protocol):
         """The host waits until the copy is done, and may then read or overwrite what it copied."""
 
 
+class HostWork(Copy, Protocol):
+    """Work of the host under way: it is the host that waits for it, in `wait` as in `finish`.
+
+    Whoever waits gets the error that it ended with, if any.
+    """
+
+    def is_done(self) -> bool:
+        """Whether nobody would have to wait."""
+
+
 class Link(Protocol):
     """Copies between the GPU and the host, beside the work of the stream that computes."""
 
@@ -41,6 +54,14 @@ class Link(Protocol):
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Copy into `target`, which the computing stream no longer uses, once `after` are done."""
+
+    def host_work(
+        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+    ) -> HostWork:
+        """Have the host do `work`, which reads and writes `nbytes`, once `after` are done.
+
+        Works come one after the other, beside the thread that calls.
+        """
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Bytes of host memory that copies are fast from and to; freed with the last reference."""
@@ -59,6 +80,14 @@ class DoneCopy:
         """Nothing to wait for."""
 
 
+class DoneWork(DoneCopy):
+    """Work that is done."""
+
+    def is_done(self) -> bool:
+        """It is."""
+        return True
+
+
 class InstantLink:
     """Copies at once: where there is no GPU, or nothing to overlap with."""
 
@@ -71,6 +100,13 @@ class InstantLink:
         """Copy now."""
         target.copy_(source)
         return DoneCopy()
+
+    def host_work(
+        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+    ) -> HostWork:
+        """Do it now."""
+        work()
+        return DoneWork()
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Plain memory."""

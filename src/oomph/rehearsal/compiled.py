@@ -14,7 +14,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -374,9 +374,10 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: _Cut, recorder: Recorder, *inputs: Tensor) -> Any:
         buffers: dict[str, _Buffer] = dict(zip(cut.forward.inputs, inputs, strict=True))
-        _play(cut.forward, buffers, cut.made, recorder)
+        _play(cut.forward, buffers, cut.made, recorder, kept=frozenset(cut.kept))
         ctx.cut, ctx.recorder = cut, recorder
-        ctx.kept = [buffers[name] for name in cut.kept]
+        # As a compiled block does: whoever watches what autograd saves sees it.
+        ctx.save_for_backward(*(buffers[name] for name in cut.kept))
         ctx.wants = [(t.requires_grad, tuple(t.shape), t.dtype) for t in inputs]
         ctx.set_materialize_grads(False)
         results = {name: _shaped(buffers[name], meta) for name, meta in cut.made.items()}
@@ -388,7 +389,8 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cut: _Cut = ctx.cut
-        kept, ctx.kept = ctx.kept, None
+        kept = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # each is freed when the program is done with it
         tangents = [
             # What nobody used has a gradient of zeros.
             gradient if gradient is not None else _take_tensor(_nbytes(meta), meta)
@@ -411,15 +413,21 @@ class _StandIn(torch.autograd.Function):
 
 
 def _play(
-    program: Program, buffers: dict[str, _Buffer], metas: dict[str, _Meta], recorder: Recorder
+    program: Program,
+    buffers: dict[str, _Buffer],
+    metas: dict[str, _Meta],
+    recorder: Recorder,
+    kept: Collection[str] = (),
 ) -> None:
-    """Take and free buffers in the program's order; those of `metas` as tensors."""
+    """Take and free buffers in the program's order; those of `metas` and `kept` as tensors."""
     for step in program.steps:
         for name in step.frees_first:
             buffers.pop(name, None)
         for name, size in step.takes:
             if name in metas:
                 buffers[name] = _take_tensor(size, metas[name])
+            elif name in kept:
+                buffers[name] = _take_bytes(size)
             else:
                 buffers[name] = recorder.take(size, COMPILED)
         for name in step.frees:
@@ -429,10 +437,14 @@ def _play(
 
 def _take_tensor(size: int, meta: _Meta) -> Tensor:
     if _nbytes(meta) != size:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
+        return _take_bytes(size)
     if meta.stride is None:
         return torch.empty(meta.shape, dtype=meta.dtype, device="cuda")
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cuda")
+
+
+def _take_bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def _nbytes(meta: _Meta) -> int:

@@ -1,0 +1,184 @@
+"""Tensors on the disk: slots that are written and read while the GPU and this thread go on.
+
+A slot is room for a fixed number of bytes in one file that has no name (`ScratchFile`). What is
+written and read goes in pieces over a few threads that hold no GIL while they wait for the disk,
+several at a time: straight from and to the caller's memory where that is aligned, as pinned memory
+is, and through one aligned buffer of a piece per thread where it is not.
+
+Each piece has a checksum, kept in memory: what the disk gives back is what was written or an error,
+also where the disk lost a write and gives back what was there before. The checksum is zlib's
+CRC-32, which takes a core about a quarter of a second for a GB.
+
+Of one slot, a read sees the last write asked for before it, and a write waits for the reads asked
+for before it. What went wrong is raised by `finish`, in the thread that calls it, and a slot that
+could not be written cannot be read until it is written again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oomph.errors import DiskDamaged
+from oomph.host.disk_threads import PIECE, DiskCopy, DiskThreads, staging_buffer
+from oomph.host.link import Copy
+from oomph.host.scratch_file import ALIGNMENT, NO_ROOM, Bytes, ScratchFile
+
+
+class DiskStore:
+    """Slots on a folder's disk, given back by `close` or with the last reference to the store."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = ScratchFile(folder)
+        self._threads = DiskThreads()
+        self._slots: list[_Slot] = []
+        self._lock = threading.Lock()
+        self._close = weakref.finalize(self, _close, self._threads, self._file, os.getpid())
+
+    @property
+    def direct(self) -> bool:
+        """Whether it goes past the page cache."""
+        return self._file.direct
+
+    def slot(self, nbytes: int) -> int:
+        """A new slot's number; its room is reserved now, or `DiskFull` says what is missing."""
+        with self._lock:
+            number = len(self._slots)
+            self._slots.append(_Slot(self._file, number, self._file.take(nbytes), nbytes))
+        return number
+
+    def write(self, slot: int, source: Tensor, after: Sequence[Copy] = ()) -> DiskCopy:
+        """Write host memory to a slot, once the copies `after` that fill this memory are done.
+
+        The memory must stay as it is until the write is finished.
+        """
+        place, data = self._slots[slot], _bytes_of(source)
+        assert data.nbytes <= place.nbytes, "more than the slot has room for"
+        write = _Write(place, data)
+        with self._lock:
+            earlier = [*place.reads, *([place.last_write] if place.last_write else [])]
+            place.last_write, place.reads = write, []
+            self._start(write, earlier, after)
+        return write
+
+    def read(self, slot: int, into: Tensor, after: Sequence[Copy] = ()) -> DiskCopy:
+        """Read what was written last into host memory of that size, once `after` no longer use it.
+
+        Whether these copies went well does not matter.
+        """
+        place = self._slots[slot]
+        with self._lock:
+            assert place.last_write is not None, "nothing was written to the slot"
+            read = _Read(place, _bytes_of(into), place.last_write)
+            place.reads = [*(earlier for earlier in place.reads if not earlier.is_done()), read]
+            self._start(read, [place.last_write], after)
+        return read
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has, and give the room back."""
+        self._close()
+
+    def _start(self, copy: DiskCopy, earlier: list[DiskCopy], after: Sequence[Copy]) -> None:
+        assert self._close.alive, "the store is closed"
+        self._threads.start(copy, earlier, after)
+
+
+class _Slot:
+    """Room in the file, and who uses it."""
+
+    def __init__(self, file: ScratchFile, number: int, offset: int, nbytes: int) -> None:
+        self.file, self.number, self.offset, self.nbytes = file, number, offset, nbytes
+        self.last_write: _Write | None = None
+        self.reads: list[DiskCopy] = []
+        """Since the last write."""
+
+
+class _Write(DiskCopy):
+    """From memory to a slot."""
+
+    def __init__(self, slot: _Slot, data: Bytes) -> None:
+        super().__init__(data)
+        self.nbytes = data.nbytes
+        self.checksums = [0] * self.pieces
+        self._slot = slot
+
+    def move(self, piece: Bytes, index: int) -> None:
+        """Write one piece."""
+        self.checksums[index] = zlib.crc32(piece.data)
+        calls, outside, inside = _aligned(piece, self._slot.file)
+        np.copyto(inside, outside)
+        self._slot.file.write(self._slot.offset + index * PIECE, calls)
+
+    def in_words(self, error: Exception) -> Exception:
+        """What went wrong, with what to do."""
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return self._slot.file.full(self.nbytes, error)
+        return _damaged(self._slot, "written", error) if isinstance(error, OSError) else error
+
+
+class _Read(DiskCopy):
+    """From a slot to memory."""
+
+    def __init__(self, slot: _Slot, data: Bytes, written: _Write) -> None:
+        assert data.nbytes == written.nbytes, "another size than was written"
+        super().__init__(data)
+        self._slot = slot
+        self._written = written
+
+    def move(self, piece: Bytes, index: int) -> None:
+        """Read one piece and hold it against what was written."""
+        if self._written.error is not None:
+            raise self._written.error
+        calls, outside, inside = _aligned(piece, self._slot.file)
+        self._slot.file.read(self._slot.offset + index * PIECE, calls)
+        np.copyto(outside, inside)
+        if zlib.crc32(piece.data) != self._written.checksums[index]:
+            raise _damaged(self._slot, "trusted", "other bytes came back than were written")
+
+    def in_words(self, error: Exception) -> Exception:
+        """What went wrong, with what to do."""
+        return _damaged(self._slot, "read", error) if isinstance(error, OSError) else error
+
+
+def _damaged(slot: _Slot, verb: str, error: OSError | str) -> DiskDamaged:
+    reason = error if isinstance(error, str) else error.strerror or str(error)
+    return DiskDamaged(
+        f"slot {slot.number} ({slot.nbytes:,} bytes on the disk of {slot.file.folder}) cannot be"
+        f" {verb}: {reason}; go back to the last checkpoint, look at the disk's health, or name a"
+        " folder on another disk",
+        slot.number,
+    )
+
+
+def _aligned(piece: Bytes, file: ScratchFile) -> tuple[list[Bytes], Bytes, Bytes]:
+    """What direct I/O can be called with, the rest of the piece, and where in that the rest goes.
+
+    An aligned piece is all its own but for its last, broken block.
+    """
+    straight = piece.nbytes
+    if file.direct:
+        straight = 0 if piece.ctypes.data % ALIGNMENT else straight - straight % ALIGNMENT
+    outside = piece[straight:]
+    staging = staging_buffer()[: -(-outside.nbytes // ALIGNMENT) * ALIGNMENT]
+    calls = [part for part in (piece[:straight], staging) if part.nbytes]
+    return calls, outside, staging[: outside.nbytes]
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _close(threads: DiskThreads, file: ScratchFile, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has the file, but none of the threads
+    threads.close()
+    file.close()

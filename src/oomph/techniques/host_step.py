@@ -1,0 +1,171 @@
+"""Steps by the host's cores: gradients are there already, weights come back when they are done.
+
+The host steps its own copy of the weights, or the masters, with a twin of the optimizer. It runs
+beside the thread that trains; an error in it is raised by whoever next waits for the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from oomph.host.link import Copy, HostWork, Link
+from oomph.techniques.host_state import HostState
+from oomph.techniques.host_tensors import host_tensor
+from oomph.techniques.leaving_gradients import LeavingGradients
+from oomph.techniques.optimizer_twin import Group, OptimizerTwin
+from oomph.techniques.step_buckets import Bucket, Piece, Trained
+from oomph.techniques.streamed_step import scale
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Turn:
+    """A bucket that the host was given."""
+
+    pieces: list[Piece]
+    work: HostWork
+    after: list[Copy]
+    """What the work waits for."""
+    copies: list[Copy] = field(default_factory=list)
+    """Of the weights, back to the GPU, once begun."""
+    returns: bool = False
+
+
+class HostStep:
+    """Steps buckets on the host; `rounded` is told of each parameter whose master was stepped."""
+
+    def __init__(
+        self,
+        link: Link,
+        optimizer: torch.optim.Optimizer,
+        state: HostState,
+        masters: Mapping[Trained, Tensor],
+        rounded: Callable[[Tensor], None],
+    ) -> None:
+        self._link = link
+        self._twin = OptimizerTwin(optimizer, on_host=True)
+        self._state = state
+        self._masters = masters
+        self._rounded = rounded
+        #: What goes back to the GPU: the host's weights, or what its masters round to.
+        self._weights: dict[Trained, Tensor] = {}
+        #: The version that a parameter had when the host's copy was made or sent back.
+        self._versions: dict[Trained, int] = {}
+        self._turns: dict[Bucket, _Turn] = {}
+
+    def make_room(self, trained: Trained) -> None:
+        """Take the host memory that a parameter needs."""
+        self._weights[trained] = host_tensor(self._link, trained.leaf)
+
+    def begin(
+        self,
+        bucket: Bucket,
+        gradients: LeavingGradients,
+        groups: Sequence[Group],
+        coefficient: tuple[Tensor, Copy] | None,
+    ) -> None:
+        """Have a bucket stepped, by those of its gradients that are on the host."""
+        pieces = [piece for piece in bucket.pieces if piece.trained in gradients]
+        if not pieces:
+            return
+        slots = {piece.trained: gradients.slot(piece.trained) for piece in pieces}
+        after = [copy for _, copy in slots.values()]
+        after += [copy for trained in slots if (copy := self._refresh(trained)) is not None]
+        if coefficient is not None:
+            after.append(coefficient[1])
+        work = functools.partial(
+            self._work,
+            pieces,
+            {trained: slot for trained, (slot, _) in slots.items()},
+            groups,
+            coefficient[0] if coefficient is not None else None,
+        )
+        begun = self._link.host_work(work, _traffic(pieces), after)
+        self._turns[bucket] = _Turn(pieces=pieces, work=begun, after=after)
+
+    def return_done(self) -> None:
+        """Begin to bring back what is stepped by now."""
+        for turn in self._turns.values():
+            if not turn.returns and turn.work.is_done():
+                self._return(turn)
+
+    def finish(self, buckets: Iterable[Bucket]) -> None:
+        """Have the new weights of buckets on the GPU before whatever comes next."""
+        turns = [self._turns[bucket] for bucket in buckets if bucket in self._turns]
+        for turn in turns:
+            if not turn.returns:
+                self._return(turn)
+        for turn in turns:
+            for copy in turn.copies:
+                copy.wait()
+            for trained in {piece.trained for piece in turn.pieces}:
+                self._versions[trained] = trained.leaf._version
+                if trained.has_master:
+                    self._rounded(trained.owned)
+        self._turns = {bucket: t for bucket, t in self._turns.items() if t not in turns}
+
+    @property
+    def under_way(self) -> list[Bucket]:
+        """The buckets whose new weights nobody waited for yet."""
+        return list(self._turns)
+
+    def close(self) -> None:
+        """Wait for what is under way, forget it and give the host memory back."""
+        for turn in self._turns.values():
+            with contextlib.suppress(Exception):  # whoever closes it knows that something failed
+                turn.work.finish()
+            for copy in turn.copies:
+                copy.wait()
+        self._turns.clear()
+        self._weights.clear()
+
+    def _return(self, turn: _Turn) -> None:
+        turn.work.finish()
+        turn.after, turn.returns = [], True
+        turn.copies = [
+            self._link.to_gpu(piece.of(self._weights[piece.trained]), piece.of(piece.trained.leaf))
+            for piece in turn.pieces
+        ]
+
+    def _refresh(self, trained: Trained) -> Copy | None:
+        """Copy a parameter that somebody else wrote to, or that was not copied yet."""
+        if trained.has_master or self._versions.get(trained) == trained.leaf._version:
+            return None
+        self._versions[trained] = trained.leaf._version
+        return self._link.to_host(trained.leaf.detach(), self._weights[trained])
+
+    @torch.no_grad()
+    def _work(
+        self,
+        pieces: Sequence[Piece],
+        slots: Mapping[Trained, Tensor],
+        groups: Sequence[Group],
+        coefficient: Tensor | None,
+    ) -> None:
+        for piece in pieces:
+            trained = piece.trained
+            stepped = piece.of(
+                self._masters[trained] if trained.has_master else self._weights[trained]
+            )
+            gradient = piece.of(slots[trained]).to(stepped.dtype)
+            scale([gradient], coefficient)
+            stepped.grad = gradient
+            on_host = self._state.tensors(piece)
+            before = {**self._state.scalars(piece), **on_host}
+            (after,) = self._twin.step(groups[trained.group], [stepped], [before])
+            stepped.grad = None
+            for name, target in self._state.store(piece, after).items():
+                if after[name] is not on_host.get(name):
+                    target.copy_(after[name])
+            if trained.has_master:
+                piece.of(self._weights[trained]).copy_(stepped)
+
+
+def _traffic(pieces: Sequence[Piece]) -> int:
+    """Bytes that a step of AdamW reads and writes of them: seven numbers each."""
+    return sum(7 * piece.numel * piece.trained.owned.element_size() for piece in pieces)

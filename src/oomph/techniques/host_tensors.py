@@ -1,0 +1,43 @@
+"""Host memory for what a step needs of each parameter: its state, its master, its gradient.
+
+Tensors there have the parameter's shape and lie as it does, so that pieces of one fit pieces of the
+other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oomph.host.link import Link
+
+
+def host_tensor(link: Link, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Room on the host for a tensor like this one."""
+    dtype = dtype or like.dtype
+    memory = link.host_memory(like.numel() * dtype.itemsize)
+    if not like.numel():
+        return memory.view(dtype).view(like.shape)
+    stride = torch.empty_like(like, device="meta").stride()
+    return memory.view(dtype).as_strided(like.shape, stride)
+
+
+def gpu_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Room on the GPU for a tensor, to be computed with."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device
+    )
+
+
+def to_gpu_now(link: Link, tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, on the GPU from now on."""
+    there = gpu_like(tensor, device)
+    link.to_gpu(tensor, there).wait()
+    return there
+
+
+def to_host_now(link: Link, tensor: Tensor) -> Tensor:
+    """A tensor of the GPU, on the host from now on."""
+    here = host_tensor(link, tensor)
+    link.to_host(tensor.detach(), here).finish()
+    return here

@@ -1,0 +1,107 @@
+"""Parameters in the order in which they are stepped, in buckets of about one size.
+
+A parameter that is larger than a bucket is cut into pieces, where the optimizer looks at each
+element by itself: what a step has on the GPU at once is then a matter of buckets alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+#: Pieces begin at multiples of so many elements, where vectors of any kernel begin as well.
+_ALIGNED = 256
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """A parameter of the model, and what the optimizer has for it: itself, or its master."""
+
+    leaf: Tensor
+    owned: Tensor
+    group: int
+    """Which of the optimizer's groups it is in."""
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer steps another tensor than the model computes with."""
+        return self.owned is not self.leaf
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """A parameter, or some of its elements."""
+
+    trained: Trained
+    start: int
+    stop: int
+    is_whole: bool
+    is_last: bool
+    """Whether it is the last piece of its parameter."""
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This piece of a tensor that has the parameter's shape, without history."""
+        if self.is_whole:
+            return tensor.detach()
+        return tensor.detach().reshape(-1)[self.start : self.stop]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bucket:
+    """Pieces that are fetched and stepped together."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def parameters(self) -> list[Trained]:
+        """The parameters it has pieces of, each once."""
+        return list(dict.fromkeys(piece.trained for piece in self.pieces))
+
+
+def make_buckets(
+    parameters: Iterable[Trained], nbytes: int, *, may_cut: bool = True
+) -> list[Bucket]:
+    """Cut parameters, in their order, into buckets of at most `nbytes` of what is stepped."""
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    room = nbytes
+    for trained in parameters:
+        size = trained.owned.element_size()
+        for piece in _pieces(trained, nbytes // size, may_cut):
+            if pieces and piece.numel * size > room:
+                buckets.append(Bucket(pieces=tuple(pieces)))
+                pieces, room = [], nbytes
+            pieces.append(piece)
+            room -= piece.numel * size
+    if pieces:
+        buckets.append(Bucket(pieces=tuple(pieces)))
+    return buckets
+
+
+def last_of(buckets: Sequence[Bucket]) -> dict[Trained, int]:
+    """By parameter: the last bucket that has a piece of it."""
+    return {piece.trained: at for at, bucket in enumerate(buckets) for piece in bucket.pieces}
+
+
+def _pieces(trained: Trained, most: int, may_cut: bool) -> list[Piece]:
+    count = trained.leaf.numel()
+    step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
+    if not may_cut or count <= max(most, step) or not trained.leaf.is_contiguous():
+        return [Piece(trained=trained, start=0, stop=count, is_whole=True, is_last=True)]
+    return [
+        Piece(
+            trained=trained,
+            start=start,
+            stop=min(start + step, count),
+            is_whole=False,
+            is_last=start + step >= count,
+        )
+        for start in range(0, count, step)
+    ]

@@ -1,0 +1,184 @@
+"""An optimizer on the host of a real card: the plain bits, whatever is slow. Needs a GPU."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oomph.host.cuda_link import CudaLink
+from oomph.host.link import Copy
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+
+sys.path.append(str(Path(__file__).parents[1] / "techniques"))
+from host_training import Recipe, Training, adamw, nearly, plain, same_bits, two_groups
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STEPS = 5
+CYCLES = 2_000_000
+"""About a millisecond: longer than any copy here takes."""
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
+
+
+RECIPES = {
+    "plain": Recipe(device="cuda", make_optimizer=fused),
+    "clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3),
+    "foreach, clipped": Recipe(device="cuda", make_optimizer=adamw, clip_norm=0.3),
+    "in parts, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, parts=2),
+    "bf16, clipped": Recipe(
+        device="cuda", make_optimizer=fused, clip_norm=0.3, dtype=torch.bfloat16
+    ),
+    "masters, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, masters=True),
+    "momentum": Recipe(
+        device="cuda",
+        make_optimizer=lambda model: torch.optim.SGD(two_groups(model), lr=1e-2, momentum=0.9),
+    ),
+    "scaled": Recipe(
+        device="cuda",
+        make_optimizer=adamw,
+        scaler=lambda: torch.amp.GradScaler("cuda", init_scale=2.0**126, growth_interval=2),
+    ),
+}
+
+
+@functools.cache
+def plainly(name: str) -> Training:
+    return plain(RECIPES[name], STEPS)
+
+
+class SleepyLink(CudaLink):
+    """Sleeps on either stream around each copy, and has whoever frees too early overwritten."""
+
+    def __init__(self, where: Sequence[str]) -> None:
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self._where = where
+
+    def _copy(
+        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Copy]
+    ) -> Copy:
+        self._sleep("computing, before")
+        self._sleep("copying, before", stream)
+        copy = super()._copy(stream, source, target, after)
+        self._sleep("copying, after", stream)
+        self._sleep("computing, after")
+        # Takes memory of that size from the allocator: what was freed while a copy needs it.
+        torch.full((max(source.nbytes, 1),), 255, dtype=torch.uint8, device="cuda")
+        return copy
+
+    def _sleep(self, where: str, stream: torch.cuda.Stream | None = None) -> None:
+        if where in self._where:
+            with torch.cuda.stream(stream):  # of None: the current one
+                torch.cuda._sleep(CYCLES)
+
+
+WHERE = ("computing, before", "copying, before", "copying, after", "computing, after")
+
+
+@pytest.fixture
+def links() -> Iterator[list[CudaLink]]:
+    links: list[CudaLink] = []
+    yield links
+    for link in links:
+        link.close()
+
+
+def on_host(name: str, link: CudaLink, **placement: Any) -> Training:
+    training = Training(recipe=RECIPES[name])
+    training.go_to_host(link, **placement)
+    return training.run(STEPS)
+
+
+@pytest.mark.parametrize("where", [(), *((one,) for one in WHERE), WHERE])
+@pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped", "masters, clipped"])
+def test_streamed_steps_have_the_plain_bits_whatever_sleeps(
+    name: str, where: tuple[str, ...], links: list[CudaLink]
+) -> None:
+    links.append(SleepyLink(where))
+    same_bits(on_host(name, links[0], keep_gradients=2000), plainly(name))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_streamed_steps_have_the_plain_bits(name: str, links: list[CudaLink]) -> None:
+    links.append(SleepyLink(()))
+    same_bits(on_host(name, links[0], keep_gradients=2000), plainly(name))
+
+
+@pytest.mark.parametrize("where", [(), WHERE])
+@pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_steps_of_the_host_are_nearly_the_plain_ones(
+    share: float, name: str, where: tuple[str, ...], links: list[CudaLink]
+) -> None:
+    links.append(SleepyLink(where))
+    nearly(on_host(name, links[0], host_share=share, keep_gradients=1000), plainly(name))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["clipped", "masters, clipped"])
+def test_undo_leaves_plain_tensors_on_the_card(
+    name: str, share: float, links: list[CudaLink]
+) -> None:
+    links.append(SleepyLink(WHERE))
+    training = Training(recipe=RECIPES[name])
+    host = training.go_to_host(links[0], host_share=share)
+    for step in range(3):
+        training.step(step)
+    host.undo()
+    links.pop().close()
+    training.host = None
+    assert not [t for t in threading.enumerate() if t.name.startswith("oomph-host")]
+    for state in training.optimizer.state.values():
+        assert {value.device.type for value in state.values()} == {"cuda"}
+    training.run(STEPS - 3)
+    if share:
+        nearly(training, plainly(name), tolerance=1e-3 if training.masters else 1e-6)
+    else:
+        same_bits(training, plainly(name))
+
+
+def test_a_state_dict_goes_both_ways(links: list[CudaLink]) -> None:
+    links.append(SleepyLink(()))
+    ours, theirs = Training(recipe=RECIPES["clipped"]), plain(RECIPES["clipped"], 2)
+    ours.go_to_host(links[0])
+    ours.model.load_state_dict(theirs.model.state_dict())
+    ours.optimizer.load_state_dict(theirs.optimizer.state_dict())
+    ours.generator.set_state(theirs.generator.get_state())
+    ours.losses += theirs.losses
+    same_bits(ours.run(2), theirs.run(2))
+    theirs.optimizer.load_state_dict(ours.optimizer.state_dict())
+    same_bits(ours.run(1), theirs.run(1))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_state_takes_no_memory_of_the_card_between_steps(
+    clip_norm: float | None, links: list[CudaLink]
+) -> None:
+    links.append(SleepyLink(()))
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    host = HostOptimizer(
+        model, optimizer, links[0], HostPlacement(bucket=4 << 20), clip_norm=clip_norm
+    )
+    batch = torch.ones(64, 1024, device="cuda")
+    for _ in range(3):
+        with host.backward():
+            model(batch).square().mean().backward()
+        host.step()
+    host.settle()
+    torch.cuda.synchronize()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    workspaces = 80 << 20
+    assert torch.cuda.memory_allocated() < weights + batch.nbytes + workspaces
+    assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cpu"}
+    host.undo()

@@ -1,0 +1,299 @@
+"""Activation offload on a real card: same numbers whatever is late. Skipped where there is none."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oomph.host.cuda_link import CudaLink
+from oomph.host.link import Copy
+from oomph.techniques.compiled_blocks import compile_block
+from oomph.techniques.offload_activations import ActivationOffload
+from oomph.techniques.recompute import recompute
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CUDA = torch.device("cuda", 0)
+WIDTH, LENGTH, SAMPLES = 64, 128, 32
+#: Clock cycles of the card, about half a millisecond: many times what a copy here takes.
+LATE = 1_000_000
+PLACES = ("computing before", "computing after", "copying before", "copying after", "waiting")
+
+
+class Block(nn.Module):
+    """Views of one memory, transposed ones, masks and indices, in ops whose sums have one order."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.gates = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.dropout((q @ k.transpose(1, 2) / 8).softmax(-1) @ v)
+        left, right = self.gates(x).chunk(2, dim=-1)
+        gated = torch.where(left > 0, left * right, right.tanh())
+        largest = x.gather(-1, x.argsort(-1)[..., : WIDTH // 2]).repeat(1, 1, 2)
+        return torch.tanh(x + self.down(gated) + largest)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4, dropout: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class HostileLink:
+    """A card's link that is late at chosen places, and fills memory that is not in use with NaN."""
+
+    def __init__(self, late: Collection[str] = ()) -> None:
+        self._late = late
+        self._link = CudaLink(CUDA)
+        self._streams = {"out": self._link._out, "in": self._link._in}
+        self._poisons: list[tuple[Copy, Tensor]] = []
+        self.memory: list[weakref.ref[Any]] = []
+
+    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        # Whoever fetches it too early gets what was there before.
+        nothing = poisoned(target.numel(), target.dtype)
+        inner = [copy.inner for copy in after if isinstance(copy, HostileCopy)]
+        self._poisons.append((self._link.to_host(nothing, target, inner), nothing))
+        return self._copy("out", self._link.to_host, source, target, inner)
+
+    def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        target.copy_(poisoned(target.numel(), target.dtype))
+        inner = [copy.inner for copy in after if isinstance(copy, HostileCopy)]
+        return self._copy("in", self._link.to_gpu, source, target, inner)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        memory = self._link.host_memory(nbytes)
+        self.memory.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    def close(self) -> None:
+        self._link.close()
+        self._poisons.clear()
+
+    def sleep(self, place: str, stream: torch.cuda.Stream | None = None) -> None:
+        if place in self._late:
+            with torch.cuda.stream(stream or torch.cuda.current_stream()):
+                torch.cuda._sleep(LATE)
+
+    def _copy(
+        self,
+        way: str,
+        start: Callable[..., Copy],
+        source: Tensor,
+        target: Tensor,
+        after: Sequence[Copy],
+    ) -> Copy:
+        self.sleep("computing before")
+        self.sleep("copying before", self._streams[way])
+        copy = start(source, target, after)
+        self.sleep("copying after", self._streams[way])
+        self.sleep("computing after")
+        # The allocator hands out first what was freed last.
+        poisoned(source.numel(), source.dtype)
+        return HostileCopy(self, copy)
+
+
+class HostileCopy:
+    def __init__(self, link: HostileLink, inner: Copy) -> None:
+        self.inner = inner
+        self._link = link
+
+    def wait(self) -> None:
+        self._link.sleep("waiting")
+        self.inner.wait()
+        self._link.sleep("waiting")
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+
+def poisoned(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory of the card in which every number is wrong, and no index leads out of a tensor."""
+    if dtype.is_floating_point:
+        return torch.full((count,), float("nan"), dtype=dtype, device=CUDA)
+    return torch.ones(count, dtype=dtype, device=CUDA)
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """Everything is computed in one order; nothing of another test is in memory."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+
+
+def loss_of(model: nn.Module, samples: int) -> Tensor:
+    x = torch.randn(samples, LENGTH, WIDTH, device=CUDA)
+    return F.mse_loss(model(x), torch.ones(samples, LENGTH, 1, device=CUDA))
+
+
+def train(
+    model: nn.Module, sizes: Sequence[int] = (SAMPLES, SAMPLES // 2, SAMPLES)
+) -> list[Tensor]:
+    """The gradients of steps with batches of these sizes, and the weights after them."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for samples in sizes:
+        loss_of(model, samples).backward()
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+HOWS: dict[str, Callable[[nn.Module], Any]] = {
+    "kept": lambda block: None,
+    "recomputed": recompute,
+    "recomputed in part": lambda block: recompute(block, ["product#0"]),
+}
+
+
+def offloaded(model: Net, link: HostileLink, prepare: Callable[[nn.Module], Any]) -> Any:
+    for block in model.blocks:
+        prepare(block)
+    engine = ActivationOffload(link, model, smallest=1)
+    for block in model.blocks:
+        engine.wrap(block)
+    return engine
+
+
+@pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
+@pytest.mark.parametrize("prepare", HOWS.values(), ids=HOWS)
+def test_gradients_are_the_same_to_the_bit_whatever_is_late(
+    prepare: Callable[[nn.Module], Any], late: Collection[str]
+) -> None:
+    expected = train(Net().to(CUDA))
+    assert_same(train(Net().to(CUDA)), expected)  # else this test would say nothing
+    model, link = Net().to(CUDA), HostileLink(late)
+    engine = offloaded(model, link, prepare)
+    assert_same(train(model), expected)
+    engine.undo()
+    link.close()
+    assert not any(memory() is not None for memory in link.memory)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_gradients_of_compiled_blocks_are_the_same_to_the_bit(recomputed: bool) -> None:
+    def compiled(block: nn.Module) -> None:
+        if recomputed:
+            recompute(block, compiled=True)
+        compile_block(block)
+
+    plain = Net(dropout=0.0).to(CUDA)
+    for block in plain.blocks:
+        compiled(block)
+    expected = train(plain, [SAMPLES, SAMPLES])
+    for late in ((), PLACES):
+        model, link = Net(dropout=0.0).to(CUDA), HostileLink(late)
+        engine = offloaded(model, link, compiled)
+        assert_same(train(model, [SAMPLES, SAMPLES]), expected)
+        assert link.memory, "something left"
+        engine.undo()
+        link.close()
+
+
+def fail_in_backward(_: nn.Module, __: Any, output: Tensor) -> None:
+    """As a hook: fails when the module's backward begins."""
+
+    def fail(_: Tensor) -> None:
+        raise OSError("in backward")
+
+    output.register_hook(fail)
+
+
+@pytest.mark.parametrize("prepare", HOWS.values(), ids=HOWS)
+def test_after_a_failed_backward_the_card_is_as_before_and_the_next_step_right(
+    prepare: Callable[[nn.Module], Any],
+) -> None:
+    expected = train(Net().to(CUDA))
+    model, link = Net().to(CUDA), HostileLink(PLACES)
+    engine = offloaded(model, link, prepare)
+    train(model, [SAMPLES])
+    model.load_state_dict(Net().state_dict())
+    torch.cuda.synchronize()
+    link._poisons.clear()
+    before = torch.cuda.memory_allocated()
+    handle = model.blocks[1].register_forward_hook(fail_in_backward)
+    with pytest.raises(OSError, match="in backward"):
+        loss_of(model, SAMPLES).backward()
+    handle.remove()
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.synchronize()
+    link._poisons.clear()
+    assert torch.cuda.memory_allocated() == before
+    assert_same(train(model), expected)
+    engine.undo()
+    link.close()
+
+
+def memory_of_a_step(model: nn.Module) -> tuple[int, int]:
+    """Bytes after forward, and the peak of the whole step, beside what was there before."""
+    train(model, [SAMPLES])  # workspaces are there from now on
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = loss_of(model, SAMPLES)
+    after = torch.cuda.memory_allocated()
+    loss.backward()
+    model.zero_grad()
+    return after - before, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("prepare", HOWS.values(), ids=HOWS)
+def test_what_left_is_not_on_the_card(prepare: Callable[[nn.Module], Any]) -> None:
+    blocks = 8
+    plain = Net(blocks).to(CUDA)
+    for block in plain.blocks:
+        prepare(block)
+    whole, whole_peak = memory_of_a_step(plain)
+    model, link = Net(blocks).to(CUDA), CudaLink(CUDA)
+    for block in model.blocks:
+        prepare(block)
+    engine = ActivationOffload(link, model)
+    for block in model.blocks:
+        engine.wrap(block)
+    rest, rest_peak = memory_of_a_step(model)
+    moved = [
+        sum(nbytes for nbytes in engine.sizes(block) if nbytes >= 1 << 18) for block in model.blocks
+    ]
+    # A block's output is saved by its tanh and again as the next block's input: it leaves once.
+    # That of the last one is saved by the head, too, and does not leave.
+    output = SAMPLES * LENGTH * WIDTH * 4
+    shared = blocks * output if prepare is HOWS["kept"] else 0
+    assert whole - rest == pytest.approx(sum(moved) - shared, rel=0.01)
+    # One block runs backward while another comes back.
+    gradients = sum(p.numel() * 4 for p in model.parameters())
+    assert whole_peak - rest_peak > sum(moved[2:]) - shared - gradients - 2 * output
+    engine.undo()
+    link.close()
