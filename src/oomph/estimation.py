@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from oomph.gpus import GPU, find_gpu
@@ -118,6 +119,20 @@ class Estimate:
             "notes": list(self.notes),
             "seconds": self.seconds,
         }
+
+    def save_html(self, path: str | Path) -> None:
+        """Write a report as one HTML file that needs nothing else."""
+        from oomph.reporting.page.document import save_page
+        from oomph.reporting.page.sources import page_of_estimate
+
+        save_page(page_of_estimate(self), path)
+
+    def export(self, path: str | Path) -> None:
+        """Write memory over time for other programs: .csv, .json, .perfetto.json or .pickle."""
+        from oomph.reporting.exports.formats import save_export
+        from oomph.reporting.history import history_of
+
+        save_export(history_of(self), path)
 
     def __str__(self) -> str:
         from oomph.reporting.text import render_text

@@ -63,8 +63,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _own_arguments(arguments: Sequence[str]) -> Sequence[str]:
-    """Those that are oomph's: what follows a rehearsed script is the script's."""
-    if "rehearse" in arguments[:1]:
+    """Those that are oomph's: what follows a script is the script's."""
+    if {"rehearse", "run"} & set(arguments[:1]):
         return list(itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments))
     return arguments
 

@@ -12,10 +12,13 @@ from oomph.cli.options import (
     DEFAULT_GPU,
     AsJson,
     BudgetOption,
+    ExportOption,
+    HtmlOption,
     JobOptions,
     SolveOption,
     with_groups,
 )
+from oomph.cli.saving import check_files, save_estimate
 from oomph.cli.solving import check_solvable, sizes
 from oomph.reporting.questions import describe_cards, describe_limit
 from oomph.reporting.report import describe
@@ -46,6 +49,8 @@ def estimate(
             help='As PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True".',
         ),
     ] = "",
+    html: HtmlOption = None,
+    export: ExportOption = None,
     as_json: AsJson = False,
 ) -> int:
     """Predict the peak memory of a training step, with no GPU.
@@ -53,6 +58,7 @@ def estimate(
     Exit codes: 0 fits, 3 does not fit, 5 inconclusive, 2 usage, 1 internal.
     """
     check_solvable(solve, options, gpu)
+    check_files(html, export, many=gpu == ANY_GPU)
     with working(f"rehearsing {options.model}") as say:
         from oomph.estimation import estimate as predict
         from oomph.planning.cards import survey_cards
@@ -73,9 +79,11 @@ def estimate(
         else:
             result = predict(options.job(), card, **under)
     if solve is not None:
+        save_estimate(limit.estimate, html, export)
         return answer(limit, describe_limit(limit), as_json)
     if gpu == ANY_GPU:
         return answer(survey, describe_cards(survey), as_json)
+    save_estimate(result, html, export)
     return answer(result, describe(result), as_json)
 
 
@@ -89,6 +97,8 @@ def rehearse(
     ] = DEFAULT_GPU,
     budget: BudgetOption = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps after which it is stopped.")] = 2,
+    html: HtmlOption = None,
+    export: ExportOption = None,
     as_json: AsJson = False,
 ) -> int:
     """Predict the peak memory of a training script as it is, with no GPU.
@@ -97,9 +107,11 @@ def rehearse(
 
     What the script prints goes to stderr. Exit codes are those of estimate.
     """
+    check_files(html, export)
     from oomph.rehearsal.script import estimate_script
 
     result = estimate_script(
         script, arguments or (), gpu=gpu, budget=budget, steps=steps, stdout_to_stderr=True
     )
+    save_estimate(result, html, export)
     return answer(result, describe(result), as_json)

@@ -28,6 +28,19 @@ BudgetOption = Annotated[
         "--budget", metavar="SIZE", help="Memory it may use, as 24GiB. Default: all of the GPU's."
     ),
 ]
+HtmlOption = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="Write a report there that a browser shows."),
+]
+ExportOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--export",
+        metavar="FILE",
+        help="Write memory over time there: .csv, .json, .perfetto.json, or .pickle for"
+        " pytorch.org/memory_viz. Repeatable.",
+    ),
+]
 SolveOption = Annotated[
     str | None,
     typer.Option("--solve", metavar="WHAT", help="batch or seq: the largest that fits."),

@@ -13,11 +13,14 @@ from oomph.cli.options import (
     DEFAULT_GPU,
     AsJson,
     BudgetOption,
+    ExportOption,
+    HtmlOption,
     JobOptions,
     PlanOptions,
     SolveOption,
     with_groups,
 )
+from oomph.cli.saving import check_files, save_exports, save_html
 from oomph.cli.solving import check_solvable, sizes
 from oomph.errors import BadInput
 from oomph.reporting.plan_questions import describe_best_cards, describe_planned_limit
@@ -52,6 +55,8 @@ def plan(
     save: Annotated[
         str | None, typer.Option("--save", metavar="FILE", help="Write the plan's JSON there.")
     ] = None,
+    html: HtmlOption = None,
+    export: ExportOption = None,
     as_json: AsJson = False,
 ) -> int:
     """Find the fastest way to run a training step in the memory there is, with no GPU.
@@ -60,6 +65,7 @@ def plan(
     """
     check_solvable(solve, options, gpu)
     _check_files(gpu, prices, save)
+    check_files(html, export, many=gpu == ANY_GPU)
     with working(f"planning {options.model}") as say:
         from oomph.planning.attempt import try_plan
         from oomph.planning.best_cards import best_cards
@@ -79,9 +85,9 @@ def plan(
     if gpu == ANY_GPU:
         return answer(best, describe_best_cards(best), as_json)
     if solve is not None:
-        _save(limit.attempt, save)
+        _save(limit.attempt, save, html, export)
         return answer(limit, describe_planned_limit(limit), as_json)
-    _save(attempt, save)
+    _save(attempt, save, html, export)
     return answer(attempt, describe_attempt(attempt), as_json)
 
 
@@ -95,10 +101,15 @@ def _check_files(gpu: str, prices: str | None, save: str | None) -> None:
         raise BadInput(f"cannot save the plan: there is no folder {Path(save).parent}")
 
 
-def _save(attempt: Attempt, path: str | None) -> None:
+def _save(attempt: Attempt, path: str | None, html: str | None, export: list[str] | None) -> None:
     from oomph.planning.attempt import NoPlan
+    from oomph.reporting.page.sources import page_of_attempt
 
-    if path is None or isinstance(attempt, NoPlan):
+    save_html(html, lambda: page_of_attempt(attempt))
+    if isinstance(attempt, NoPlan):
+        return
+    save_exports(export, attempt.checked)
+    if path is None:
         return
     try:
         attempt.save(path)

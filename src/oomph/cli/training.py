@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,13 +12,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from oomph.cli.app import EXIT_CODES, answer, clean_stdout, working, write_json
-from oomph.cli.options import AsJson, BudgetOption, JobOptions, PlanOptions, with_groups
+from oomph.cli.options import (
+    AsJson,
+    BudgetOption,
+    HtmlOption,
+    JobOptions,
+    PlanOptions,
+    with_groups,
+)
+from oomph.cli.saving import check_files, save_html
 from oomph.errors import BadInput
 from oomph.reporting.plans import describe_attempt, describe_plan_briefly
 from oomph.reporting.text import print_table
 from oomph.reporting.trained import describe_step, describe_training
 
 if TYPE_CHECKING:
+    from oomph.running.loading import Resumed
     from oomph.running.training import Trained
 
 
@@ -30,10 +40,31 @@ def train(
         str | None,
         typer.Option("--plan", metavar="FILE", help="A plan of `oomph plan --save FILE`."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to take.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="The optimizer step to train up to.")] = 10,
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: cuda if there.")
     ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option("--save", metavar="DIR", help="Write checkpoints there; the last two stay."),
+    ] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="After every N steps. Default: after the last."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Go on from the newest checkpoint there, under its plan unless another is asked"
+            " for. If it is also where to save, it may still be empty.",
+        ),
+    ] = None,
+    html: HtmlOption = None,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Follow the memory there is, with plans made ahead."),
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Train under a plan for real, and compare what it takes with the prediction.
@@ -44,36 +75,70 @@ def train(
     Exit codes: 0 trained, 3 no plan fits, 2 usage, 1 internal.
     """
     _check_plan_file(plan_file, budget, how)
+    check_files(html, None)
+    if save_every is not None and save is None:
+        raise BadInput("--save-every needs a place: add --save DIR")
     with working(f"planning {options.model}") as say:
         import torch
 
         from oomph.job_sources import job_to_train
         from oomph.planning.attempt import Attempt, NoPlan, try_plan
         from oomph.planning.plan import Plan
-        from oomph.running.training import Trained, card_of, choose_device
+        from oomph.reporting.page.sources import page_of_attempt, page_of_training
+        from oomph.running.checkpoint_folder import checkpoints
+        from oomph.running.loading import Stored
+        from oomph.running.training import Saving, Trained, card_of, choose_device
         from oomph.running.training import train as take_steps
 
         target = choose_device(device)
         saved = Plan.load(plan_file) if plan_file is not None else None
+        begins = resume is None or (resume == save and not checkpoints(Path(resume)))
+        stored = None if begins else Stored(Path(str(resume)))
+        if stored is not None and saved is None and budget is None and not any(how.changed()):
+            saved = stored.plan()
         torch.manual_seed(0)
         job, loader = job_to_train(**options.source())
         plan: Attempt = saved or try_plan(
             job, budget=budget, gpu=card_of(target), say=say, **how.as_arguments()
         )
     if isinstance(plan, NoPlan):
+        save_html(html, lambda: page_of_attempt(plan))
         return answer(plan, describe_attempt(plan), as_json)
     with _progress(steps) as show:
         taken = []
-        for done in take_steps(plan, job, device=target, steps=steps, loader=loader):
+        for done in take_steps(
+            plan,
+            job,
+            device=target,
+            steps=steps,
+            loader=loader,
+            saving=Saving(folder=Path(save), every=save_every) if save is not None else None,
+            resume=stored,
+            tell=_tell,
+            elastic=elastic,
+        ):
             taken.append(done)
             show(done.step, describe_step(done, plan))
-    return _print(Trained(plan=plan, device=target.type, steps=tuple(taken)), as_json)
+    trained = Trained(plan=plan, device=target.type, steps=tuple(taken))
+    save_html(html, lambda: page_of_training(trained))
+    return _print(trained, as_json)
 
 
 def _check_plan_file(plan_file: str | None, budget: str | None, how: PlanOptions) -> None:
     given = [*(["--budget"] if budget is not None else []), *how.changed()]
     if plan_file is not None and given:
         raise BadInput(f"--plan has its own {', '.join(given).replace('--', '')}; use one of them")
+
+
+def _tell(resumed: Resumed) -> None:
+    """What was found in a checkpoint, beside the answer."""
+    console = Console(stderr=True)
+    lines = [
+        f"resumed: step {resumed.step} of {resumed.path}",
+        *map("note: {}".format, resumed.notes),
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -107,6 +172,8 @@ def _print(trained: Trained, as_json: bool) -> int:
             highlight=False,
             markup=False,
         )
+        if (saved := trained.steps[-1].saved) is not None:
+            console.print(f"Saved: {saved}", soft_wrap=True, highlight=False, markup=False)
         console.print()
         print_table(table, console)
     return EXIT_CODES[trained.plan.verdict]

@@ -1,0 +1,1 @@
+"""What a model's architecture costs, and what would change it. Advice only: nothing is changed."""

@@ -1,0 +1,1 @@
+"""Why memory ran out, and what a file about memory says."""

@@ -1,0 +1,1 @@
+"""Memory over time in the formats of other programs."""
