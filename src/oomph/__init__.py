@@ -10,16 +10,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from oomph.advising.advice import Advice, advise
+    from oomph.data.batch_shapes import in_shape
+    from oomph.data.loader import Loader
+    from oomph.data.packed_rows import (
+        PackedDataset,
+        block_diagonal_mask,
+        check_packing,
+        for_flash_attention,
+    )
+    from oomph.data.packing import PackedBatches
+    from oomph.data.padding import pad_samples
+    from oomph.data.prefetch import Prefetcher
+    from oomph.data.prefetch_memory import prefetched_bytes
+    from oomph.data.token_batches import TokenBatches
+    from oomph.data.token_limit import tokens_that_fit
+    from oomph.data.waste import Waste
+    from oomph.data.worker_tuning import TunedWorkers, tune_workers
     from oomph.errors import (
+        BadCheckpoint,
         BadInput,
         CannotRehearse,
+        DiskFull,
         DoesNotFit,
         MissingExtra,
         OomphError,
+        OutOfMemory,
         StalePlan,
         UnknownName,
+        WrongCheckpoint,
     )
     from oomph.estimation import Estimate, Ledgers, estimate
+    from oomph.explaining.comparing import Comparison, compare
+    from oomph.explaining.explanation import Explanation, explain
+    from oomph.explaining.watching import watch
     from oomph.gpus import GPU, find_gpu, known_gpus
     from oomph.job import Job
     from oomph.job_sources import job_from_config, job_from_factory, job_from_name
@@ -33,21 +57,49 @@ if TYPE_CHECKING:
     from oomph.planning.planner import plan
     from oomph.rehearsal.phases import rehearse
     from oomph.rehearsal.timeline import Block, Category, Timeline
-    from oomph.running.run import Run, apply, fit
+    from oomph.running.batches import Batches
+    from oomph.running.elastic import Elastic, Event
+    from oomph.running.evaluating import Evaluation
+    from oomph.running.loading import Checkpoint, Resumed, load_checkpoint
+    from oomph.running.run import Run, apply, fit, resume
     from oomph.techniques.technique import Fidelity
 
 #: Where each public name lives. It is imported when first used: `oomph --help` needs no torch.
 _HOMES = {
     "errors": (
+        "BadCheckpoint",
         "BadInput",
         "CannotRehearse",
+        "DiskFull",
         "DoesNotFit",
         "MissingExtra",
         "OomphError",
+        "OutOfMemory",
         "StalePlan",
         "UnknownName",
+        "WrongCheckpoint",
     ),
+    "data.batch_shapes": ("in_shape",),
+    "data.loader": ("Loader",),
+    "data.packed_rows": (
+        "PackedDataset",
+        "block_diagonal_mask",
+        "check_packing",
+        "for_flash_attention",
+    ),
+    "data.packing": ("PackedBatches",),
+    "data.padding": ("pad_samples",),
+    "data.prefetch": ("Prefetcher",),
+    "data.prefetch_memory": ("prefetched_bytes",),
+    "data.token_batches": ("TokenBatches",),
+    "data.token_limit": ("tokens_that_fit",),
+    "data.waste": ("Waste",),
+    "data.worker_tuning": ("TunedWorkers", "tune_workers"),
+    "advising.advice": ("Advice", "advise"),
     "estimation": ("Estimate", "Ledgers", "estimate"),
+    "explaining.comparing": ("Comparison", "compare"),
+    "explaining.explanation": ("Explanation", "explain"),
+    "explaining.watching": ("watch",),
     "gpus": ("GPU", "find_gpu", "known_gpus"),
     "job": ("Job",),
     "job_sources": ("job_from_config", "job_from_factory", "job_from_name"),
@@ -61,13 +113,20 @@ _HOMES = {
     "planning.planner": ("plan",),
     "rehearsal.phases": ("rehearse",),
     "rehearsal.timeline": ("Block", "Category", "Timeline"),
-    "running.run": ("Run", "apply", "fit"),
+    "running.batches": ("Batches",),
+    "running.elastic": ("Elastic", "Event"),
+    "running.evaluating": ("Evaluation",),
+    "running.loading": ("Checkpoint", "Resumed", "load_checkpoint"),
+    "running.run": ("Run", "apply", "fit", "resume"),
     "techniques.technique": ("Fidelity",),
 }
 
 __all__ = [
     "GPU",
+    "Advice",
+    "BadCheckpoint",
     "BadInput",
+    "Batches",
     "BestCards",
     "Block",
     "CannotRehearse",
@@ -75,27 +134,51 @@ __all__ = [
     "CardVerdict",
     "Category",
     "Change",
+    "Checkpoint",
     "Choices",
+    "Comparison",
+    "DiskFull",
     "DoesNotFit",
+    "Elastic",
     "Estimate",
+    "Evaluation",
+    "Event",
+    "Explanation",
     "Fidelity",
     "Job",
     "Ledgers",
     "Limit",
+    "Loader",
     "MissingExtra",
     "OomphError",
+    "OutOfMemory",
+    "PackedBatches",
+    "PackedDataset",
     "Plan",
     "PlannedLimit",
+    "Prefetcher",
+    "Resumed",
     "Run",
     "StalePlan",
     "Timeline",
+    "TokenBatches",
+    "TunedWorkers",
     "UnknownName",
+    "Waste",
+    "WrongCheckpoint",
+    "advise",
     "apply",
     "best_cards",
+    "block_diagonal_mask",
+    "check_packing",
+    "compare",
     "estimate",
+    "explain",
     "find_gpu",
     "find_model",
     "fit",
+    "for_flash_attention",
+    "in_shape",
     "job_from_config",
     "job_from_factory",
     "job_from_name",
@@ -103,9 +186,16 @@ __all__ = [
     "known_models",
     "largest",
     "largest_planned",
+    "load_checkpoint",
+    "pad_samples",
     "plan",
+    "prefetched_bytes",
     "rehearse",
+    "resume",
     "survey_cards",
+    "tokens_that_fit",
+    "tune_workers",
+    "watch",
 ]
 
 

@@ -41,8 +41,44 @@ class DoesNotFit(OomphError):
         self.smallest = smallest
 
 
+class OutOfMemory(OomphError):
+    """A step ran out of memory under every plan there is; nothing of it was kept."""
+
+
 class StalePlan(OomphError):
     """A plan for another model, batch, card or PyTorch; names the difference."""
+
+
+class BadCheckpoint(OomphError):
+    """A checkpoint that is missing, damaged, cut short, or of a newer oomph."""
+
+
+class WrongCheckpoint(BadCheckpoint):
+    """A whole checkpoint of another model or optimizer; names the first difference."""
+
+
+class DiskFull(OomphError):
+    """The disk has too little room; `missing` is how many bytes too little, at least."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class HostMemoryFull(OomphError):
+    """The host has too little memory; `missing` is how many bytes too little."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class DiskDamaged(OomphError):
+    """The disk refuses a slot or gives back other bytes than were written; `slot` is its number."""
+
+    def __init__(self, message: str, slot: int) -> None:
+        super().__init__(message)
+        self.slot = slot
 
 
 class MissingExtra(OomphError):

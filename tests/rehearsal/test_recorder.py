@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,20 @@ def test_step_counters_are_on_the_host_but_for_fused_optimizers(gpu: Recorder) -
         optimizer.step()
         assert optimizer.state[weight]["step"].device.type == expected
         assert gpu.allocated - before == 32 + (4 if fused else 0)
+
+
+@pytest.mark.parametrize(("kind", "states"), [(torch.optim.SGD, 1), (torch.optim.AdamW, 2)])
+def test_a_fused_optimizer_takes_no_memory_of_the_machine(
+    gpu: Recorder, kind: Any, states: int
+) -> None:
+    weight = nn.Parameter(torch.empty(1 << 40, device="cuda"))  # more than any machine has
+    weight.grad = torch.empty_like(weight)
+    more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind([weight], lr=0.1, fused=True, **more)
+    before = gpu.allocated
+    optimizer.step()
+    optimizer.step()
+    assert gpu.allocated - before == pytest.approx(states * (4 << 40))
 
 
 def test_a_block_has_birth_death_op_and_module(gpu: Recorder) -> None:

@@ -150,7 +150,7 @@ def test_the_json_has_the_keys_that_stay_and_no_number_that_json_lacks(plan) -> 
     answer = json.loads(json.dumps(trained.as_dict(), allow_nan=False))
     assert answer.keys() == {
         *("schema_version", "verdict", "job", "gpu", "device", "steps", "losses", "step_seconds"),
-        *("predicted", "measured", "plan"),
+        *("predicted", "measured", "plan", "first_step", "saved", "plan_changes"),
     }
     assert answer["losses"] == [None, 1.5]
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oomph.techniques.cuda_graph import Replay
+from oomph.techniques.host_reads import HostReads
 
 
 class CpuCapture(TorchDispatchMode):
@@ -30,10 +31,13 @@ class CpuCapture(TorchDispatchMode):
         self._ops.append((func, args, kwargs or {}, out))
         return out
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+    def __call__(
+        self, work: Callable[[], Tensor], look: Callable[[], None], varying: Sequence[Tensor]
+    ) -> tuple[Tensor, Replay]:
+        reads = HostReads.of(look, varying)
         self._ops = []
         before = [tensor.clone() for tensor in self._lasting()]
-        with self:
+        with self, reads.told():
             result = work()
         for tensor, old in zip(self._lasting(), before, strict=True):
             tensor.detach().copy_(old)

@@ -37,6 +37,8 @@ from oomph.timing.clock import Clock
 
 #: Rehearsals of one audition: a class with few blocks tries out only so many options for each.
 MOST_ROUNDS = 2
+#: Bytes of a gradient, for each parameter.
+GRADIENT_BYTES = 4
 #: The CUDA allocator hands out multiples of this.
 ROUNDING = 512
 
@@ -56,6 +58,8 @@ class Audition:
     """Of the optimizer step, once."""
     loss_is_chunked: bool
     """Whether the head that the choices name really never made its logits."""
+    graphed: Audition | None = None
+    """The same with micro-batches captured as CUDA graphs, where the card waits for launches."""
 
     @property
     def fastest(self) -> float:
@@ -174,20 +178,34 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
     if base is None:
         raise CannotRehearse("there is nothing to hear")
     waits = base.part.launches * clock.launch > base.part.kernels
+    parts = count_parts(job, choices.micro_batch)
 
-    def seconds(kernels: float, launches: int) -> float:
-        """By the card's clock, or by the host's where the card waits for it."""
-        return launches * clock.launch if waits else kernels
+    def result(choices: Choices, waits: bool) -> Audition:
+        def seconds(kernels: float, launches: int) -> float:
+            """By the card's clock, or by the host's where the card waits for it."""
+            return launches * clock.launch if waits else kernels
 
-    in_blocks = sum(seconds(one.seconds, one.launches) for one in base.blocks)
-    return Audition(
-        choices=choices,
-        chain=_chain(found, menus, heard, base, seconds),
-        parts=count_parts(job, choices.micro_batch),
-        other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
-        step_seconds=base.step.seconds(clock),
-        loss_is_chunked=chunked,
+        in_blocks = sum(seconds(one.seconds, one.launches) for one in base.blocks)
+        return Audition(
+            choices=choices,
+            chain=_chain(found, menus, heard, base, seconds),
+            parts=parts,
+            other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
+            step_seconds=base.step.seconds(clock),
+            loss_is_chunked=chunked,
+        )
+
+    as_heard = result(choices, waits)
+    if not waits or gpu is None or choices.precision == "fp16-mixed":
+        return as_heard
+    graphed = result(
+        dataclasses.replace(choices, cuda_graph=True, optimizer_in_backward=False), waits=False
     )
+    if parts == 1:
+        # Gradients are there from the beginning on.
+        more = GRADIENT_BYTES * found.trainable
+        graphed = dataclasses.replace(graphed, chain=graphed.chain.raised(more))
+    return dataclasses.replace(as_heard, graphed=graphed)
 
 
 def count_parts(job: Job, micro_batch: int | None) -> int:
@@ -359,7 +377,13 @@ def _listen(timeline: Timeline, assigned: dict[str, str], results: Sequence[Bloc
             alive.peak_between(last_end.event, before) - saved,
             alive.peak_between(after + 1, first_backward.event) - saved + lapsed,
         )
-        floor = max(alive.peak(start, marks[0].forward), alive.peak(marks[0].done, done))
+        over = _end_of_backward(timeline, start) or done
+        # When its backward is over, what the first block saved is still there for a moment.
+        floor = max(
+            alive.peak(start, marks[0].forward),
+            alive.peak(marks[0].done, over) - heard[0].saved,
+            alive.peak(over, done),
+        )
     else:
         loss = floor = alive.peak(start, done)
     return _Round(
@@ -404,9 +428,15 @@ def _part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
     last = _effort(starts[-1], done)
     if len(starts) == 1:  # nothing to tell the two apart by, and no need to
         return last, Effort(0.0, 0)
-    over = [mark for mark in timeline.marks if mark.name == END_OF_BACKWARD]
-    part = _effort(starts[-1], over[-1]) if over else _effort(starts[-2], starts[-1])
+    over = _end_of_backward(timeline, starts[-1])
+    part = _effort(starts[-1], over) if over else _effort(starts[-2], starts[-1])
     return part, Effort(last.kernels - part.kernels, last.launches - part.launches)
+
+
+def _end_of_backward(timeline: Timeline, start: Mark) -> Mark | None:
+    """Where the optimizer's step begins, which may go in several pieces; None without one."""
+    over = (mark for mark in timeline.marks if mark.name == END_OF_BACKWARD)
+    return next((mark for mark in over if mark.event >= start.event), None)
 
 
 def _last_step(timeline: Timeline) -> tuple[list[Mark], Mark]:
@@ -531,5 +561,5 @@ def _chain(
     return Chain(
         blocks=tuple(blocks),
         loss_base=base.loss,
-        floor=base.floor - min((one.saved for one in base.blocks[:1]), default=0),
+        floor=base.floor,
     )

@@ -210,7 +210,8 @@ def _plan_for(
     if isinstance(found, NoPlan):
         why = f"needs {format_bytes(found.smallest_budget)}"
         return CardPlan(gpu=gpu, plan=None, why_not=why), usable
-    return CardPlan(gpu=gpu, plan=found), too_little
+    # Dozens of cards: their timelines together would take more memory than they are worth.
+    return CardPlan(gpu=gpu, plan=dataclasses.replace(found, checked=None)), too_little
 
 
 def _held_throughout(job: Job, allow: str | Fidelity) -> int:

@@ -78,6 +78,14 @@ def describe_changes(
     return tuple(changes)
 
 
+def settings_of(technique: str) -> tuple[str, ...]:
+    """The fields of `Choices` that a technique sets."""
+    for one in _differences(Choices()):
+        if one.technique == technique:
+            return (one.field, *one.with_it)
+    return ()
+
+
 def _rehearse(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Timeline:
     return rehearse(
         job,
@@ -119,6 +127,8 @@ def _differences(after: Choices) -> list[_Difference]:
         # Where a weight is used twice, its gradients are then added before they are rounded.
         _Difference(technique="autocast's copies", field="cast_cache", fidelity=Fidelity.ROUNDING),
         _Difference(technique="optimizer state", field="low_bit_state", fidelity=Fidelity.LOSSY),
+        _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
+        _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
     ]
 
@@ -144,6 +154,10 @@ def _say(technique: str, choices: Choices) -> str:
             return choices.weights
         case "autocast's copies":
             return "kept" if choices.cast_cache else "dropped"
+        case "products":
+            return "FP8 inside blocks" if choices.fp8 else "as they are"
+        case "CUDA graph":
+            return "over a micro-batch" if choices.cuda_graph else "no"
         case "optimizer state":
             return "8-bit" if choices.low_bit_state else "as it is"
         case _:

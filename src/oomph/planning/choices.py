@@ -17,7 +17,8 @@ Weights = Literal["own", "bf16 with fp32 masters"]
 KEEP = "keep"
 RECOMPUTE = "recompute"
 _SAVING = "recompute saving "
-_HOW = re.compile(rf"{KEEP}|{RECOMPUTE}|{_SAVING}[a-z]+#\d+( [a-z]+#\d+)*")
+_OFFLOADED = ", offloaded"
+_HOW = re.compile(rf"({KEEP}|{RECOMPUTE}|{_SAVING}[a-z]+#\d+( [a-z]+#\d+)*)({_OFFLOADED}( #\d+)*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class Choices:
     precision: str = "fp32"
     micro_batch: int | None = None
     blocks: Mapping[str, str] = field(default_factory=dict)
-    """By the block's path: `keep`, `recompute`, or `recompute saving attention#0 product#2`."""
+    """By the block's path: `keep`, `recompute`, or `recompute saving attention#0 product#2`; and
+    `, offloaded` behind it where what is saved waits on the host (`#0 #3`: only these tensors)."""
     compiled: bool = False
     """Whether each block is compiled."""
     compiled_others: tuple[str, ...] = ()
@@ -42,6 +44,10 @@ class Choices:
     cast_cache: bool = True
     """Whether autocast keeps its half-precision copies of the weights for a whole forward."""
     low_bit_state: bool = False
+    fp8: bool = False
+    """Whether the linear layers of the blocks multiply in FP8."""
+    cuda_graph: bool = False
+    """Whether the kernels of a micro-batch are launched all at once."""
     allocator: str = ""
     """Settings for PYTORCH_CUDA_ALLOC_CONF."""
 
@@ -58,13 +64,34 @@ class Choices:
             raise BadInput(f"a chunk of the loss has at least one row, not {self.loss_chunk}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise BadInput(f"a micro-batch has at least one sample, not {self.micro_batch}")
+        if self.cuda_graph and self.optimizer_in_backward:
+            raise BadInput("a captured micro-batch cannot step the optimizer in its backward")
         if self.weights not in get_args(Weights):
             raise BadInput(f"weights are {' or '.join(get_args(Weights))}, not {self.weights!r}")
 
     @property
     def recomputed(self) -> list[str]:
         """The paths of the blocks that run twice, in part or as a whole."""
-        return [path for path, how in self.blocks.items() if how != KEEP]
+        return [path for path, how in self.blocks.items() if on_the_gpu(how) != KEEP]
+
+    @property
+    def offloaded(self) -> list[str]:
+        """The paths of the blocks whose saved tensors wait on the host."""
+        return [path for path, how in self.blocks.items() if is_offloaded(how)]
+
+    @property
+    def lasting(self) -> Choices:
+        """The part that a run keeps for as long as it goes on: what its numbers are made of."""
+        return dataclasses.replace(
+            self,
+            micro_batch=None,
+            blocks={},
+            head="",
+            loss_chunk=None,
+            optimizer_in_backward=False,
+            cuda_graph=False,
+            allocator="",
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The choices as plain JSON; these keys stay."""
@@ -106,4 +133,26 @@ def saving(ops: tuple[str, ...]) -> str:
 
 def saved_ops(how: str) -> frozenset[str]:
     """The ops whose results a recomputed block keeps."""
+    how = on_the_gpu(how)
     return frozenset(how.removeprefix(_SAVING).split()) if how.startswith(_SAVING) else frozenset()
+
+
+def offloaded(how: str) -> str:
+    """The same choice, with what is saved waiting on the host."""
+    return how + _OFFLOADED
+
+
+def is_offloaded(how: str) -> bool:
+    """Whether what the block saves waits on the host."""
+    return _OFFLOADED in how
+
+
+def on_the_gpu(how: str) -> str:
+    """The same choice with everything on the GPU."""
+    return how.partition(_OFFLOADED)[0]
+
+
+def offloaded_tensors(how: str) -> frozenset[int] | None:
+    """Which of the saved tensors wait on the host, by their order; None for all."""
+    numbers = how.partition(_OFFLOADED)[2].split()
+    return frozenset(int(number.removeprefix("#")) for number in numbers) or None

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from oomph.errors import BadInput, StalePlan
-from oomph.estimation import Ledgers
+from oomph.estimation import Estimate, Ledgers
 from oomph.planning.choices import Choices
 from oomph.techniques.technique import Fidelity
 
@@ -150,6 +150,8 @@ class Plan:
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     planning_seconds: float
+    checked: Estimate | None = field(default=None, repr=False, compare=False)
+    """The rehearsal it was checked by (rule 2); a plan that was read from a file has none."""
 
     @property
     def verdict(self) -> str:
@@ -234,6 +236,13 @@ class Plan:
             raise BadInput(f"{path} is no plan: `oomph plan --save FILE` writes one")
         return cls.from_dict(values)
 
+    def save_html(self, path: str | Path) -> None:
+        """Write a report as one HTML file that needs nothing else."""
+        from oomph.reporting.page.document import save_page
+        from oomph.reporting.page.sources import page_of_plan
+
+        save_page(page_of_plan(self), path)
+
     def __str__(self) -> str:
         from oomph.reporting.plans import describe_plan
         from oomph.reporting.text import render_report
@@ -253,9 +262,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _read(cls: type[_Data], values: Mapping[str, Any]) -> _Data:
     """A dataclass from JSON, whose numbers are numbers and whose words are words."""
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        kinds = _KINDS.get(str(field.type))
-        value = values[field.name]
+    for one in dataclasses.fields(cls):  # type: ignore[arg-type]
+        kinds = _KINDS.get(str(one.type))
+        value = values[one.name]
         if kinds is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-            raise TypeError(f"{field.name} cannot be {value!r}")
+            raise TypeError(f"{one.name} cannot be {value!r}")
     return cls(**values)

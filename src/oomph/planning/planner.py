@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,6 +79,29 @@ def plan(
     job's. With a `timer` the blocks of the best plan are timed for real. Raises `DoesNotFit`, which
     carries the smallest budget that would do.
     """
+    planner = make_planner(
+        job,
+        budget=budget,
+        gpu=gpu,
+        allow=allow,
+        compile_blocks=compile_blocks,
+        timer=timer,
+        say=say,
+    )
+    return planner.plan()
+
+
+def make_planner(
+    job: Job,
+    *,
+    budget: str | int | None = None,
+    gpu: str | GPU | None = None,
+    allow: str | Fidelity = Fidelity.ROUNDING,
+    compile_blocks: bool = True,
+    timer: BlockTimer | None = None,
+    say: Say = lambda _: None,
+) -> Planner:
+    """Who makes the plan, and keeps what it heard on the way for plans within other budgets."""
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if budget is None and card is None:
         raise BadInput("nothing limits a job on the CPU but a budget: give one, as 16GiB")
@@ -88,7 +112,7 @@ def plan(
         fidelity = Fidelity(allow)
     except ValueError:
         raise BadInput(f"allow is {', '.join(Fidelity)}, not {allow!r}") from None
-    planner = _Planner(
+    return Planner(
         job=job,
         gpu=card,
         budget=limit,
@@ -97,10 +121,6 @@ def plan(
         timer=timer,
         say=say,
     )
-    try:
-        return planner.plan()
-    finally:
-        forget_compiled()
 
 
 @dataclass(order=True)
@@ -115,7 +135,9 @@ class _Candidate:
 
 
 @dataclass(kw_only=True)
-class _Planner:
+class Planner:
+    """Plans one job within one budget after the other; what was heard once is not heard again."""
+
     job: Job
     gpu: GPU | None
     budget: int
@@ -128,20 +150,49 @@ class _Planner:
     made_for: MadeFor | None = None
     _weights: str | None = None
     """The way to hold the weights that was best for the first size."""
+    _like: Choices | None = None
+    """What all plans share from now on; None while there is no plan yet."""
+    _timed: tuple[Times, Audition] | None = None
+    """Real seconds of blocks, and the way to run them that they were taken of."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def plan(self) -> Plan:
+        """The fastest plan within the budget."""
         began = time.perf_counter()
+        try:
+            self._look()
+            self._hear_all()
+            self._time_the_best()
+            estimate, candidate = self._check_until_one_fits()
+            changes = self._changes(candidate, estimate)
+        finally:
+            forget_compiled()
+        return self._report(candidate, estimate, changes, time.perf_counter() - began)
+
+    def plan_like(self, plan: Plan, budget: int) -> Plan:
+        """The fastest plan within another budget whose numbers are made of the same as `plan`'s.
+
+        It lists no changes: what each of them saves is not looked into.
+        """
+        began = time.perf_counter()
+        self.budget, self._like = budget, plan.choices.lasting
+        try:
+            self._look()
+            self._hear_all()
+            estimate, candidate = self._check_until_one_fits()
+        finally:
+            forget_compiled()
+        made = self._report(candidate, estimate, (), time.perf_counter() - began)
+        return dataclasses.replace(made, fidelity=plan.fidelity)
+
+    def _look(self) -> None:
+        if self.made_for is not None:
+            return
         self.say("looking at the model")
         self.clock = Clock.of(self.gpu)
         self.found = survey(self.job, self.gpu, self.clock, self._remember)
         self.batch = make_batch(self.job)
         self.notes += self.found.left_alone
-        self._hear_all()
-        self._time_the_best()
-        estimate, candidate = self._check_until_one_fits()
-        changes = self._changes(candidate, estimate)
-        return self._report(candidate, estimate, changes, time.perf_counter() - began)
 
     def _remember(self, model: nn.Module, optimizer: Any) -> None:
         gpu = self.gpu.name if self.gpu is not None else None
@@ -159,8 +210,8 @@ class _Planner:
         def hear(at: int) -> None:
             nonlocal best, best_at
             heard = self._hear_size(sizes[at])
-            room = self._room()
-            solved = min((one for h in heard for one in self._solutions(h, room)), default=None)
+            rooms = self._rooms()
+            solved = min((one for h in heard for one in self._solutions(h, rooms)), default=None)
             fastest = min(variant.fastest for one in heard for variant in self._chunked(one))
             seconds = math.inf
             if solved is not None:
@@ -193,23 +244,20 @@ class _Planner:
 
     def _bases(self, size: int | None) -> list[Choices]:
         """Choices of everything but the blocks, for one size of micro-batch."""
+        if self._like is not None:
+            return [self._base(self._like, size)]
         precision = self.job.precision
         if precision == "fp32" and self.gpu is not None and self.allow.allows(Fidelity.ROUNDING):
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
         mixed = precision in ("bf16-mixed", "fp16-mixed")
         compiled = self.compiles and self._may_compile(precision)
-        head = self._head()
-        rows = self._rows(size)
-        base = Choices(
+        plain = Choices(
             precision=precision,
-            micro_batch=size,
             compiled=compiled,
             compiled_others=self.found.others if compiled else (),
-            head=head,
-            loss_chunk=min(HEARD_CHUNK, rows) if head else None,
             fused_optimizer=self.found.can_fuse,
-            optimizer_in_backward=size is None and self._may_step_in_backward(precision),
         )
+        base = self._base(plain, size)
         bases = [base]
         rounds = self.allow.allows(Fidelity.ROUNDING)
         if mixed and rounds and not base.compiled:
@@ -221,11 +269,34 @@ class _Planner:
             bases = [one for one in bases if one.weights == self._weights]
         if self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
             bases += [dataclasses.replace(one, low_bit_state=True) for one in bases]
+        if self._may_multiply_in_fp8(plain):
+            bases += [dataclasses.replace(one, fp8=True) for one in bases]
         return bases
+
+    def _base(self, plain: Choices, size: int | None) -> Choices:
+        """The same with micro-batches of this size, and what goes with that."""
+        head = self._head()
+        return dataclasses.replace(
+            plain,
+            micro_batch=size,
+            head=head,
+            loss_chunk=min(HEARD_CHUNK, self._rows(size)) if head else None,
+            optimizer_in_backward=size is None and self._may_step_in_backward(plain.precision),
+        )
 
     def _may_compile(self, precision: str) -> bool:
         rounds = fusing_rounds(precision) and not self.allow.allows(Fidelity.ROUNDING)
         return bool(self.found.blocks or self.found.others) and not rounds
+
+    def _may_multiply_in_fp8(self, plain: Choices) -> bool:
+        """Only compiled blocks are faster for it."""
+        return (
+            self.allow.allows(Fidelity.LOSSY)
+            and self.gpu is not None
+            and "fp8" in self.gpu.rates
+            and plain.compiled
+            and plain.precision in ("bf16", "bf16-mixed")
+        )
 
     def _may_step_in_backward(self, precision: str) -> bool:
         return (
@@ -258,6 +329,9 @@ class _Planner:
             one = before or self._hear(base)
             if one is None:
                 return self._hear_size(size)
+            if before is None and self._timed is not None:
+                real, timed = self._timed
+                one = one.timed(_share(real, one, timed))
             heard.append(one)
         self.heard += [one for one in heard if one not in self.heard]
         return heard
@@ -269,7 +343,7 @@ class _Planner:
         try:
             heard = audition(self.job, self.gpu, self.clock, self.found, base)
         except CannotRehearse as error:
-            if base.compiled:
+            if base.compiled and self._like is None:
                 self.notes.append(f"blocks are not compiled: {error}")
                 self.compiles = False
             elif self.found.blocks:
@@ -287,10 +361,10 @@ class _Planner:
             return None
         return heard
 
-    def _solutions(self, heard: Audition, room: int) -> Iterator[_Candidate]:
+    def _solutions(self, heard: Audition, rooms: _Rooms) -> Iterator[_Candidate]:
         """The fastest for each chunk of the loss that leaves one."""
         for variant in self._chunked(heard):
-            solution = solve(variant.chain, room)
+            solution = solve(variant.chain, rooms[_kind(variant.choices)])
             if solution is not None:
                 yield self._candidate(variant, solution)
 
@@ -305,14 +379,18 @@ class _Planner:
             choices=heard.choose(solution),
         )
 
-    def _room(self) -> int:
+    def _rooms(self) -> _Rooms:
         """What tensors may take of the budget, before fragmentation is known."""
-        if self.gpu is None:
-            return self.budget
-        return int((self.budget - device_overhead(self.gpu).high) * (1 - FIRST_MARGIN))
+        room = self.budget
+        if self.gpu is not None:
+            room = int((self.budget - device_overhead(self.gpu).high) * (1 - FIRST_MARGIN))
+        return defaultdict(lambda: room)
 
     def _chunked(self, heard: Audition) -> list[Audition]:
         """The same step with other chunks of the loss, without hearing it again."""
+        if heard.graphed is not None:
+            plain = dataclasses.replace(heard, graphed=None)
+            return [*self._chunked(plain), *self._chunked(heard.graphed)]
         base = heard.choices
         if not base.head or base.loss_chunk is None:
             return [heard]
@@ -331,7 +409,7 @@ class _Planner:
 
     def _time_the_best(self) -> None:
         """Replace the clock's seconds by real ones, for the ways to run blocks that may win."""
-        best = self._fastest(self._room(), set()) if self.timer is not None else None
+        best = self._fastest(self._rooms(), set()) if self.timer is not None else None
         if self.timer is None or best is None or not self.found.blocks:
             return
         self.say("timing blocks")
@@ -349,20 +427,22 @@ class _Planner:
             for (timed, how), seconds in times.items()
             if timed == stands_for[kind]
         }
+        self._timed = real, best.heard
         self.heard = [heard.timed(_share(real, heard, best.heard)) for heard in self.heard]
 
     # -- checking ---------------------------------------------------------------------------------
 
     def _check_until_one_fits(self) -> tuple[Estimate, _Candidate]:
         """Check the fastest, and where it fails solve all again with that much less room."""
-        room = self._room()
+        rooms = self._rooms()
         best: tuple[float, Estimate, _Candidate] | None = None
         checked: set[str] = set()
         for _ in range(MOST_CHECKS):
-            candidate = self._fastest(room, checked)
+            candidate = self._fastest(rooms, checked)
             if candidate is None:
                 break
             checked.add(str(candidate.choices))
+            room = rooms[_kind(candidate.choices)]
             estimate, candidate = self._check_simplest(candidate, room)
             if estimate.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
@@ -376,15 +456,17 @@ class _Planner:
                 break
             else:
                 missing = max(estimate.smallest_budget - self.budget, room // 200)
-            room = min(room, candidate.solution.peak) - missing
+            rooms[_kind(candidate.choices)] = min(room, candidate.solution.peak) - missing
         return best[1:] if best is not None else self._refuse()
 
-    def _fastest(self, room: int, without: set[str]) -> _Candidate | None:
-        """The fastest way to run the job in this room that was not checked yet."""
+    def _fastest(self, rooms: _Rooms, without: set[str]) -> _Candidate | None:
+        """The fastest way to run the job in its room that was not checked yet."""
+        like = self._like
         found = [
             candidate
             for heard in self.heard
-            for candidate in self._solutions(heard, room)
+            if like is None or heard.choices.lasting == like
+            for candidate in self._solutions(heard, rooms)
             if str(candidate.choices) not in without
         ]
         return min(found, default=None)
@@ -503,6 +585,7 @@ class _Planner:
             changes=changes,
             notes=tuple(dict.fromkeys((*self.notes, *estimate.notes))),
             planning_seconds=planning_seconds,
+            checked=estimate,
         )
 
     def _tokens(self) -> int:
@@ -515,6 +598,15 @@ class _Planner:
             ),
             default=0,
         )
+
+
+#: By kind of choices: bytes that the solver may plan with.
+_Rooms = defaultdict[bool, int]
+
+
+def _kind(choices: Choices) -> bool:
+    """Choices of one kind miss the solver's numbers alike: a graph has a pool of its own."""
+    return choices.cuda_graph
 
 
 class _Times(NamedTuple):

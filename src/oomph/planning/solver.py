@@ -15,6 +15,7 @@ runs in floating point, so its answer is checked in whole bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -80,6 +81,22 @@ class Chain:
     """Bytes at the loss's peak that no block's option saved."""
     floor: int
     """Peak at the moments that no choice changes, such as the optimizer's step."""
+
+    def raised(self, nbytes: int) -> Chain:
+        """The same with so many bytes more at every moment."""
+        return dataclasses.replace(
+            self,
+            blocks=tuple(
+                dataclasses.replace(
+                    block,
+                    forward_base=block.forward_base + nbytes,
+                    backward_base=block.backward_base + nbytes,
+                )
+                for block in self.blocks
+            ),
+            loss_base=self.loss_base + nbytes,
+            floor=self.floor + nbytes,
+        )
 
     @property
     def menus(self) -> list[tuple[Option, ...]]:

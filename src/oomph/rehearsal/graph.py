@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from oomph.rehearsal.allocator.replay import GRAPH_POOL
-from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.recorder import FORWARD, Recorder
 from oomph.techniques.cuda_graph import Replay
 
 
@@ -17,20 +17,28 @@ class RehearsedCapture:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Run it once for its memory; the time it takes passes in the replays."""
+    def __call__(
+        self, work: Callable[[], Tensor], look: Callable[[], None], varying: Sequence[Tensor]
+    ) -> tuple[Tensor, Replay]:
+        """Run both once for their memory; the time it takes passes in the replays."""
         recorder = self._recorder
-        recorder.timeline.emptied.append(recorder.timeline.events)
+        # Looking and capturing happen once; no later step takes that time.
         seconds, launches, pool = recorder.seconds, recorder.launches, recorder.pool
+        marks = len(recorder.timeline.marks)
+        look()
+        recorder.timeline.emptied.append(recorder.timeline.events)
+        began = recorder.seconds
         recorder.pool = GRAPH_POOL
         try:
             result = work()
         finally:
             recorder.pool = pool
-        lasts = recorder.seconds - seconds
+        lasts = recorder.seconds - began
         recorder.seconds, recorder.launches = seconds, launches
+        del recorder.timeline.marks[marks:]
 
         def replay() -> None:
+            recorder.mark(FORWARD)
             recorder.seconds += lasts
             recorder.launches += 1
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import tree_map
 
@@ -28,13 +28,16 @@ from oomph.job import (
 )
 from oomph.planning.choices import Choices
 from oomph.rehearsal.compiled import stand_in_for_compiled
+from oomph.rehearsal.copying import HostCopyMode
+from oomph.rehearsal.graph import RehearsedCapture
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import Category, Timeline
 from oomph.rehearsal.world import pretend
 from oomph.running.applying import apply_choices
-from oomph.running.step import Stage, evaluate, train_step
+from oomph.running.evaluating import evaluate_batch
+from oomph.running.step import Stage, train_step
 from oomph.techniques.autocast import make_scaler
 from oomph.timing.clock import Clock
 
@@ -118,7 +121,7 @@ def _rehearse(
                 continue
             with recorder.phase(phase):
                 if phase == "first step" and skip_first_step:
-                    _make_state(optimizer)
+                    _make_state(optimizer, stage)
                 else:
                     train_step(
                         stage,
@@ -130,7 +133,7 @@ def _rehearse(
                 mark_optimizer_state(optimizer, recorder)
     if "eval" in phases:
         with recorder.phase("eval"):
-            evaluate(stage, batch)
+            evaluate_batch(stage, batch)
     if "save" in phases:
         with recorder.phase("save"):
             _save(model, optimizer)
@@ -159,16 +162,19 @@ def _set_stage(
         optimizer,
         device_type=device,
         compile_with=functools.partial(stand_in_for_compiled, recorder=recorder),
+        capture_with=RehearsedCapture(recorder),
     )
     stage.weigher = None  # how many targets a batch has is nothing that fake tensors know
     return stage
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
+def _make_state(optimizer: torch.optim.Optimizer, stage: Stage) -> None:
     """Have the optimizer make its state, as its first step would."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
+    if stage.graph is not None:
+        stage.graph.finish()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -204,7 +210,7 @@ def _fake_actors(job: Job) -> _Actors:
             if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
                 _refuse_lazy(module)
         # Copied together: the optimizer must keep pointing at the model's own parameters.
-        with FakeCopyMode(mode):
+        with HostCopyMode(mode):
             model, optimizer = copy.deepcopy((job.model, optimizer))
         fake_job = Job(**{**vars(job), "model": model})
         model = build_model(fake_job)

@@ -287,7 +287,7 @@ class Recorder(TorchDispatchMode):
         if out is NotImplemented:
             out = self._rules.replace(func, args, kwargs)
         if out is NotImplemented:
-            out = func(*args, **kwargs)
+            out = None if _only_writes(func) else func(*args, **kwargs)
         self._record(func, args, out, side)
         self.values.follow(func, args, kwargs, out)
         return out
@@ -421,3 +421,23 @@ def is_gpu(device: Any) -> bool:
     if isinstance(device, int):
         return True
     return torch.device(device).type == "cuda"
+
+
+#: Where an op has a kernel that fake tensors can use.
+_FAKE_KERNELS = (
+    "Meta",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
+
+
+@functools.cache
+def _only_writes(func: Any) -> bool:
+    """Whether an op gives nothing back and has no fake kernel, as some fused optimizers.
+
+    There is nothing to find out about it, and PyTorch would run the real one on real memory.
+    """
+    return not func._schema.returns and not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _FAKE_KERNELS
+    )

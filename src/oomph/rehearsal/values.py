@@ -65,7 +65,8 @@ class KnownValues:
             if real.stride() == fake.stride() and real.storage_offset() == fake.storage_offset():
                 if storage.nbytes() > MOST_ELEMENTS * 8:
                     return  # a small part of something large
-                storage = storage.clone()  # all of it: other views of the storage may follow
+                # All of it: other views of the storage may follow.
+                storage = storage.cpu().clone()
             else:
                 copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype)
                 storage = copy.copy_(real).untyped_storage()
@@ -79,7 +80,8 @@ class KnownValues:
     def of(self, tensor: Tensor) -> Tensor | None:
         """The real tensor, or None where it is not known."""
         if not isinstance(tensor, FakeTensor):
-            return tensor if _small(tensor) else None
+            with _disable_current_modes():
+                return tensor.cpu() if _small(tensor) else None
         if tensor.constant is not None:
             return tensor.constant
         storage = self._contents.get(storage_key(tensor))

@@ -223,7 +223,7 @@ def _pretend_gpu(gpu: GPU) -> Iterator[Recorder]:
         enter(mock.patch.object(torch.utils, "swap_tensors", _swap_tensors))
         enter(cuda_answers(gpu, recorder))
         enter(cuda_autocast(on_gpu))
-        enter(cuda_composites(gpu, on_gpu))
+        enter(cuda_composites(gpu, on_gpu, lambda: recorder.tracing))
         for module in (torch, torch.autograd):
             enter(mock.patch.object(module, "inference_mode", _inference_mode))
         enter(readable(recorder))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from torch import nn
 from oomph.errors import BadInput
 from oomph.job import Job
 from oomph.planning.choices import KEEP, Choices, saved_ops
+from oomph.running.optimizer_pieces import OptimizerPieces
 from oomph.running.step import Stage
 from oomph.techniques.allocator_settings import set_allocator
 from oomph.techniques.autocast import make_scaler, use_tf32
 from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.compiled_blocks import compile_block
+from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
+from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.master_weights import MasterWeights
@@ -40,56 +44,235 @@ def apply_choices(
     *,
     device_type: str,
     compile_with: Compile | None = None,
+    capture_with: Capture = capture_on_the_card,
 ) -> tuple[Stage, Undo]:
     """Change model and optimizer in place; whatever fails, they are as they were before."""
-    refuse_applied(model)
-    if choices.micro_batch not in (None, job.micro_batch) and (why := why_whole(model)):
-        raise BadInput(f"the batch must not be split: {why}; plan again")
-    with contextlib.ExitStack() as undos:
-        do = undos.callback
-        setattr(model, _MARK, True)
-        do(delattr, model, _MARK)
-        do(set_allocator(choices.allocator))
-        if choices.precision == "tf32":
-            do(use_tf32())
-        masters = None
-        if choices.weights != "own":
-            masters = MasterWeights(model, optimizer)
-            do(masters.undo)
-        if choices.fused_optimizer:
-            do(fuse_optimizer(optimizer))
-        if choices.low_bit_state:
-            do(low_bit_state(optimizer))
-        _apply_to_blocks(choices, model, compile_with, do)
-        if choices.loss_chunk is not None:
-            head = find_module(model, choices.head)
-            if not isinstance(head, nn.Linear):
-                raise BadInput(f"the plan's head {choices.head} is no linear layer of this model")
-            do(chunk_loss(head, choices.loss_chunk))
-        scaler = make_scaler(choices.precision, device_type)
-        in_backward = None
-        if choices.optimizer_in_backward:
-            in_backward = OptimizerInBackward(
-                optimizer, masters=masters, clip_norm=job.clip_norm, scaler=scaler
-            )
-            do(in_backward.undo)
-        stage = Stage(
-            job=dataclasses.replace(
-                job,
-                precision=choices.precision,  # type: ignore[arg-type]
-                micro_batch=choices.micro_batch,
-                checkpointing="none",
-            ),
+    applied = Applied(
+        choices,
+        job,
+        model,
+        optimizer,
+        device_type=device_type,
+        compile_with=compile_with,
+        capture_with=capture_with,
+    )
+    return applied.stage, applied.undo
+
+
+class Applied:
+    """A model and its optimizer under choices that can be switched while they train.
+
+    What numbers are made of lasts: precision, weights, the optimizer's state. How they are computed
+    can be switched: the size of micro-batches, what is recomputed, when the optimizer steps.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        job: Job,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device_type: str,
+        compile_with: Compile | None = None,
+        capture_with: Capture = capture_on_the_card,
+    ) -> None:
+        refuse_applied(model)
+        _check_whole(choices, job, model)
+        self.choices = choices
+        self.stage = Stage(
+            job=_planned(job, choices),
             model=model,
             optimizer=optimizer,
             device_type=device_type,
-            scaler=scaler,
+            scaler=make_scaler(choices.precision, device_type),
             cast_cache=choices.cast_cache,
-            in_backward=in_backward,
             weigher=Weigher(job.items),
             returns_loss=True,
         )
-        return stage, undos.pop_all().close
+        self.job = job
+        self._compile_with = compile_with
+        self._capture_with = capture_with
+        #: What is applied of what can be switched, in this order.
+        self._parts: dict[_Part, Undo] = {}
+        self._undos = self._apply()
+
+    def _apply(self) -> contextlib.ExitStack:
+        choices, model, optimizer = self.choices, self.stage.model, self.stage.optimizer
+        assert optimizer is not None
+        parts = _parts(choices)
+        with contextlib.ExitStack() as undos:
+            do = undos.callback
+            setattr(model, _MARK, True)
+            do(delattr, model, _MARK)
+            do(self._change_parts, ())
+            self._change_parts([part for part in parts if part.technique == _ALLOCATOR])
+            if choices.precision == "tf32":
+                do(use_tf32())
+            masters = None
+            if choices.weights != "own":
+                masters = MasterWeights(model, optimizer)
+                do(masters.undo)
+            if choices.fused_optimizer:
+                do(fuse_optimizer(optimizer))
+            if choices.low_bit_state:
+                do(low_bit_state(optimizer))
+            if choices.fp8:
+                for linear in _linear_layers(model, choices.blocks):
+                    do(multiply_in_fp8(linear))
+            self.stage.masters = masters
+            self.stage.pieces = OptimizerPieces(optimizer, masters)
+            do(self._change_parts, ())  # those of modules go before what lasts
+            self._change_parts(parts)
+            return undos.pop_all()
+
+    @contextlib.contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """While active, model and optimizer are as they were; then all is applied again.
+
+        Loss scaler and all else that the stage learned stay. 8-bit state does not come back as it
+        was: it must not be taken back on the way.
+        """
+        assert not self.choices.low_bit_state
+        self._undos.close()
+        # A scheduler's step is not to be rehearsed: it would step this optimizer, not its copy.
+        own = vars(self.stage.optimizer)
+        wrapped = {"step": own.pop("step")} if "step" in own else {}
+        try:
+            yield
+        finally:
+            own.update(wrapped)
+            self._undos = self._apply()
+
+    def switch(self, choices: Choices) -> None:
+        """Compute in another way from the next step on; all that was learned stays as it is.
+
+        Where that fails, the choices so far go on being applied.
+        """
+        if choices.lasting != self.choices.lasting:
+            raise BadInput(
+                "precision, weights, compiling and the optimizer's state cannot be switched while"
+                " a run goes on; undo it and apply the plan"
+            )
+        _check_whole(choices, self.job, self.stage.model)
+        try:
+            self._change_parts(_parts(choices))
+        except BaseException:
+            self._change_parts(_parts(self.choices))
+            raise
+        self.choices = choices
+        self.stage.job = _planned(self.job, choices)
+
+    def undo(self) -> None:
+        """Model and optimizer as they were, but for what they learned."""
+        self._undos.close()
+
+    def _change_parts(self, wanted: Sequence[_Part]) -> None:
+        """Take back what is not wanted, then add what is missing."""
+        for part in [part for part in reversed(self._parts) if part not in wanted]:
+            self._parts.pop(part)()
+        for part in wanted:
+            if part not in self._parts:
+                with contextlib.ExitStack() as undos:
+                    self._apply_part(part, undos.callback)
+                    self._parts[part] = undos.pop_all().close
+
+    def _apply_part(self, part: _Part, do: Callable[[Undo], Any]) -> None:
+        if part.technique == _ALLOCATOR:
+            do(set_allocator(part.how))
+            return
+        if part.technique == _IN_BACKWARD:
+            self._step_in_backward(do)
+            return
+        if part.technique == _GRAPH:
+            self._capture_parts(do)
+            return
+        module = find_module(self.stage.model, part.path)
+        if part.technique == _HEAD:
+            if not isinstance(module, nn.Linear):
+                raise BadInput(f"the plan's head {part.path} is no linear layer of this model")
+            do(chunk_loss(module, int(part.how)))
+        elif self._compile_with is not None and part.technique == _COMPILED:
+            do(self._compile_with(module, part.how))
+        else:
+            compiled = part.technique == _COMPILED
+            if part.how != KEEP:
+                do(recompute(module, saved_ops(part.how), compiled=compiled))
+            if compiled:
+                do(compile_block(module))
+
+    def _capture_parts(self, do: Callable[[Undo], Any]) -> None:
+        stage = self.stage
+        assert stage.optimizer is not None
+        if stage.device_type == "cpu" or stage.scaler is not None:
+            return  # the CPU launches nothing; a scaler's numbers have no lasting place
+        graph = GraphedParts(stage.optimizer, self._capture_with)
+        do(graph.undo)
+
+        def forget() -> None:
+            stage.graph = None
+
+        stage.graph = graph
+        do(forget)
+
+    def _step_in_backward(self, do: Callable[[Undo], Any]) -> None:
+        stage = self.stage
+        assert stage.optimizer is not None
+        in_backward = OptimizerInBackward(
+            stage.optimizer,
+            masters=stage.masters,
+            clip_norm=stage.job.clip_norm,
+            scaler=stage.scaler,
+        )
+        do(in_backward.undo)
+
+        def forget() -> None:
+            stage.in_backward = None
+
+        stage.in_backward = in_backward
+        do(forget)
+
+
+_ALLOCATOR, _BLOCK, _COMPILED = "allocator", "block", "compiled"
+_HEAD, _IN_BACKWARD, _GRAPH = "head", "in backward", "graph"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One thing that is done to a module or to the optimizer, and undone by itself."""
+
+    technique: str
+    path: str = ""
+    how: str = ""
+
+
+def _parts(choices: Choices) -> list[_Part]:
+    kind = _COMPILED if choices.compiled else _BLOCK
+    parts = [_Part(technique=_ALLOCATOR, how=choices.allocator)] if choices.allocator else []
+    parts += [_Part(technique=kind, path=path, how=how) for path, how in choices.blocks.items()]
+    parts += [_Part(technique=_COMPILED, path=path, how=KEEP) for path in choices.compiled_others]
+    if choices.loss_chunk is not None:
+        parts.append(_Part(technique=_HEAD, path=choices.head, how=str(choices.loss_chunk)))
+    if choices.optimizer_in_backward:
+        parts.append(_Part(technique=_IN_BACKWARD))
+    if choices.cuda_graph:
+        # What was captured is good for nothing once anything else has changed.
+        parts.append(_Part(technique=_GRAPH, how=str(choices)))
+    return parts
+
+
+def _planned(job: Job, choices: Choices) -> Job:
+    return dataclasses.replace(
+        job,
+        precision=choices.precision,  # type: ignore[arg-type]
+        micro_batch=choices.micro_batch,
+        checkpointing="none",
+    )
+
+
+def _check_whole(choices: Choices, job: Job, model: nn.Module) -> None:
+    if choices.micro_batch not in (None, job.micro_batch) and (why := why_whole(model)):
+        raise BadInput(f"the batch must not be split: {why}; plan again")
 
 
 def refuse_applied(model: nn.Module) -> None:
@@ -98,21 +281,10 @@ def refuse_applied(model: nn.Module) -> None:
         raise BadInput("a plan is applied to this model already; undo it first")
 
 
-def _apply_to_blocks(
-    choices: Choices, model: nn.Module, compile_with: Compile | None, do: Callable[[Undo], Any]
-) -> None:
-    for path, how in choices.blocks.items():
-        block = find_module(model, path)
-        if compile_with is not None and choices.compiled:
-            do(compile_with(block, how))
-            continue
-        if how != KEEP:
-            do(recompute(block, saved_ops(how), compiled=choices.compiled))
-        if choices.compiled:
-            do(compile_block(block))
-    for path in choices.compiled_others:
-        other = find_module(model, path)
-        do(compile_with(other, KEEP) if compile_with is not None else compile_block(other))
+def _linear_layers(model: nn.Module, blocks: Iterable[str]) -> list[nn.Linear]:
+    """Those inside the blocks that FP8 has kernels for, each once."""
+    modules = (module for path in blocks for module in find_module(model, path).modules())
+    return [m for m in dict.fromkeys(modules) if can_multiply_in_fp8(m)]  # type: ignore[misc]
 
 
 def find_module(model: nn.Module, path: str) -> nn.Module:

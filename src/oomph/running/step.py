@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from oomph.job import AUTOCAST, Job, batch_size, compute_loss, split_batch
+from oomph.running.optimizer_pieces import OptimizerPieces
 from oomph.techniques.autocast import autocast
+from oomph.techniques.cuda_graph import GraphedParts, PartOfStep
+from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, check_parts
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 
@@ -35,10 +38,16 @@ class Stage:
     scaler: torch.amp.GradScaler | None = None
     cast_cache: bool = True
     in_backward: OptimizerInBackward | None = None
+    graph: GraphedParts | None = None
+    masters: MasterWeights | None = None
+    pieces: OptimizerPieces | None = None
+    """Steps the optimizer so that running out of memory leaves no half of a step."""
     weigher: Weigher | None = None
     """How parts of a batch are weighed where their samples do not count alike."""
     returns_loss: bool = False
     """Whether a step returns its loss, which takes a little memory to the end of it."""
+    check: Callable[[Tensor | None], None] | None = None
+    """Given the loss when all gradients are there, before the optimizer steps; may raise."""
 
 
 def train_step(
@@ -60,25 +69,100 @@ def train_step(
         weigher.begin(batch)
     total = batch_size(batch)
     losses: list[Tensor] = []
-    for part in parts:
-        share = batch_size(part) / total if len(parts) > 1 else 1.0
-        with around_forward(), _autocast(stage):
-            loss = _part_loss(stage, part, share, weigher)
-        if weigher is not None and not weigher.trusted:
-            _check_parts(stage, batch)
-            weigher.trusted = True
-        if stage.returns_loss:
-            losses.append(loss.detach())
-        with _arming(stage, last=part is parts[-1]):
-            (stage.scaler.scale(loss) if stage.scaler is not None else loss).backward()
-        del loss
-    if weigher is not None:
-        weigher.finish()
+    with _graph(stage) as graph:
+        for part in parts:
+            share = batch_size(part) / total if len(parts) > 1 else 1.0
+            work = functools.partial(
+                _run_part,
+                stage,
+                batch,
+                share,
+                weigher,
+                around_forward=around_forward,
+                last=part is parts[-1],
+            )
+            if graph is None:
+                loss = work(part)
+            else:
+                loss = graph.run(
+                    PartOfStep(
+                        batch=part,
+                        share=share,
+                        weigher=weigher,
+                        work=work,
+                        look=functools.partial(_look, stage),
+                        weights=[*stage.model.parameters(), *stage.model.buffers()],
+                    )
+                )
+            if stage.returns_loss:
+                losses.append(loss)
+            del loss
+        if weigher is not None:
+            weigher.finish()
+    # Before the step: nothing that may fail comes after it.
+    whole_loss = _add_up(losses)
+    if stage.check is not None:
+        stage.check(whole_loss)
     if stage.in_backward is None:
         _step(stage)
+    return whole_loss
+
+
+def _add_up(losses: list[Tensor]) -> Tensor | None:
     if len(losses) > 1:
         return torch.stack(losses).sum()
     return losses[0] if losses else None
+
+
+@contextlib.contextmanager
+def _graph(stage: Stage) -> Iterator[GraphedParts | None]:
+    """What runs the parts of a batch as a CUDA graph, where the stage has one."""
+    if stage.graph is not None:
+        stage.graph.begin()
+    try:
+        yield stage.graph
+    except BaseException:
+        if stage.graph is not None:
+            stage.graph.forget()
+        raise
+    if stage.graph is not None:
+        stage.graph.finish()
+
+
+def _run_part(
+    stage: Stage,
+    batch: Any,
+    share: float,
+    weigher: Weigher | None,
+    part: Any,
+    *,
+    around_forward: Around,
+    last: bool,
+) -> Tensor:
+    """Forward and backward of a part; gives what it adds to the loss."""
+    with around_forward(), _autocast(stage):
+        loss = _part_loss(stage, part, share, weigher)
+    if weigher is not None and not weigher.trusted:
+        refuse_uneven_parts(stage, batch)
+        weigher.trusted = True
+    with _arming(stage, last=last):
+        (stage.scaler.scale(loss) if stage.scaler is not None else loss).backward()
+    return loss.detach()
+
+
+def _look(stage: Stage, part: Any) -> None:
+    """A forward without gradients that leaves everything as it is."""
+    buffers = [(buffer, buffer.clone()) for buffer in stage.model.buffers()]
+    devices = [torch.cuda.current_device()] if stage.device_type == "cuda" else []
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        torch.compiler.set_stance("force_eager"),
+        _autocast(stage),
+    ):
+        compute_loss(stage.job, stage.model, part)
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def _part_loss(stage: Stage, part: Any, share: float, weigher: Weigher | None) -> Tensor:
@@ -89,7 +173,9 @@ def _part_loss(stage: Stage, part: Any, share: float, weigher: Weigher | None) -
     return compute() * share if share != 1.0 else compute()
 
 
-def _check_parts(stage: Stage, batch: Any) -> None:
+def refuse_uneven_parts(stage: Stage, batch: Any) -> None:
+    """Complain of a loss whose parts do not add up; see `check_parts`."""
+
     def compute(part: Any) -> Tensor:
         with _autocast(stage):
             return compute_loss(stage.job, stage.model, part)
@@ -118,22 +204,11 @@ def _step(stage: Stage) -> None:
             scaler.unscale_(optimizer)
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(owned, stage.job.clip_norm)
-    if scaler is not None:
+    if stage.pieces is not None:
+        stage.pieces.step(scaler)
+    elif scaler is not None:
         scaler.step(optimizer)
         scaler.update()
     else:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def evaluate(stage: Stage, batch: Any) -> None:
-    """One batch without gradients, in the job's micro-batches."""
-    job, model = stage.job, stage.model
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), _autocast(stage):
-            for part in split_batch(batch, job.micro_batch) if job.micro_batch else [batch]:
-                compute_loss(job, model, part)
-    finally:
-        model.train(was_training)

@@ -9,19 +9,22 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from oomph.errors import BadInput
+from oomph.errors import BadInput, OomphError
 from oomph.estimation import Ledgers
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, batch_size, make_batch
 from oomph.planning.plan import Plan
+from oomph.running.batches import Batches
+from oomph.running.loading import Resumed, Stored
 from oomph.running.run import apply, enforce
 
 SCHEMA_VERSION = 1
@@ -42,6 +45,18 @@ class StepDone:
     """0 where the batch holds none."""
     memory: Ledgers | None
     """The most so far; None on the CPU, where it is not measured."""
+    changes: tuple[str, ...] = ()
+    """Of the plan, right before this step or in it."""
+    saved: Path | None = None
+    """The checkpoint that was written after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Where a training writes checkpoints, and after how many steps; always after the last."""
+
+    folder: Path
+    every: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +90,10 @@ class Trained:
             "steps": len(self.steps),
             # JSON has no word for what is not finite.
             "losses": [done.loss if math.isfinite(done.loss) else None for done in self.steps],
+            "first_step": self.steps[0].step,
+            "saved": [str(done.saved) for done in self.steps if done.saved is not None],
             "step_seconds": [done.seconds for done in self.steps],
+            "plan_changes": [change for done in self.steps for change in done.changes],
             "predicted": {"peak": predicted.peak.as_dict(), "seconds": predicted.seconds},
             "measured": {"peak": memory.as_dict() if memory else None, "seconds": self.seconds},
             "plan": self.plan.as_dict(),
@@ -104,10 +122,16 @@ def train(
     device: torch.device,
     steps: int,
     loader: Iterable[Any] | None = None,
+    saving: Saving | None = None,
+    resume: Path | Stored | None = None,
+    tell: Callable[[Resumed], None] = lambda _: None,
+    elastic: bool = False,
 ) -> Iterator[StepDone]:
-    """Apply the plan and take so many steps; on a GPU its budget is enforced.
+    """Apply the plan and train up to this step; on a GPU its budget is enforced.
 
     Batches are the loader's, from the beginning again where it ends; without one the job's own.
+    With `resume` it goes on from that checkpoint, and `tell` is told what was in it. `elastic` is
+    as for `fit`.
     """
     if steps < 1:
         raise BadInput(f"training takes at least one step, not {steps}")
@@ -118,31 +142,47 @@ def train(
         torch.cuda.reset_peak_memory_stats(device)
         if plan.budget < card.memory:
             enforce(plan.budget, card, device)
-    with apply(plan, job, device=device) as run:
-        for step, batch in zip(range(1, steps + 1), _batches(job, loader), strict=False):
+    with apply(plan, job, device=device, elastic=elastic) as run:
+        batches = run.batches(loader) if loader is not None else None
+        if resume is not None:
+            tell(run.load(resume))
+        if run.steps >= steps:
+            raise BadInput(
+                f"the checkpoint has {run.steps} steps behind it already, and training was to go"
+                f" to {steps}; name a later step"
+            )
+        todo = range(run.steps + 1, steps + 1)
+        for step, batch in zip(todo, _batches(job, batches), strict=False):
+            changed = len(run.events)
             began = time.perf_counter()
             loss = float(run.step(batch))  # reading the number waits for the GPU
+            seconds = time.perf_counter() - began
+            due = saving is not None and (step == steps or step % (saving.every or steps) == 0)
             yield StepDone(
                 step=step,
                 loss=loss,
-                seconds=time.perf_counter() - began,
+                seconds=seconds,
                 samples=batch_size(batch),
                 tokens=count_tokens(batch),
                 memory=run.measured(),
+                changes=tuple(map(str, run.events[changed:])),
+                saved=run.save(saving.folder) if saving is not None and due else None,
             )
 
 
-def _batches(job: Job, loader: Iterable[Any] | None) -> Iterator[Any]:
+def _batches(job: Job, batches: Batches | None) -> Iterator[Any]:
     """Batches without end, each in the dtype of the job."""
     while True:
-        if loader is None:
+        if batches is None:
             yield make_batch(job)
             continue
-        empty = True
+        empty = not batches.taken  # of a pass that is resumed there may be nothing left
         try:
-            for batch in loader:
+            for batch in batches:
                 empty = False
                 yield make_batch(dataclasses.replace(job, batch=batch))
+        except OomphError:
+            raise
         except Exception as error:
             raise BadInput(f"the loader failed: {type(error).__name__}: {error}") from error
         if empty:

@@ -32,11 +32,14 @@ def make_scaler(precision: str, device_type: str) -> torch.amp.GradScaler | None
     return torch.amp.GradScaler(device_type) if precision == "fp16-mixed" else None
 
 
-def use_tf32() -> Undo:
-    """Run fp32 matrix products and convolutions on Tensor Cores, with 10 bits of mantissa."""
+def use_tf32(on: bool = True) -> Undo:
+    """Run fp32 matrix products and convolutions on Tensor Cores, with 10 bits of mantissa.
+
+    With `on` false they are run in full, which is PyTorch's default for matrix products alone.
+    """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
 
     def undo() -> None:
         torch.set_float32_matmul_precision(before[0])

@@ -6,6 +6,8 @@ results as large as the parameters. A fused kernel keeps none and is faster.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
@@ -40,16 +42,30 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     # A loaded state brings the flags it was saved with.
     handle = optimizer.register_load_state_dict_post_hook(_fuse)
 
+    def flags_of(at: int) -> dict[str, Any]:
+        return flags_before[at] if at < len(flags_before) else defaults_before
+
+    def show_flags_before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What is saved is the user's: it is loaded where there may be no plan."""
+        groups = state_dict["param_groups"]
+        return {
+            **state_dict,
+            "param_groups": [{**group, **flags_of(at)} for at, group in enumerate(groups)],
+        }
+
+    shown = optimizer.register_state_dict_post_hook(show_flags_before)
+
     def undo() -> None:
         if handle.id not in optimizer._optimizer_load_state_dict_post_hooks:
             return
         handle.remove()
+        shown.remove()
         optimizer.defaults.update(defaults_before)
         for mark in _MARKS:
             vars(optimizer).pop(mark, None)
         vars(optimizer).update(marks_before)
         for at, group in enumerate(optimizer.param_groups):
-            group.update(flags_before[at] if at < len(flags_before) else defaults_before)
+            group.update(flags_of(at))
         _place_counters(optimizer)
 
     return undo

@@ -138,8 +138,12 @@ class _Recipe:
 
     def compute(self) -> Tensor:
         """The logits as the untouched head computes them."""
-        self.call.check_fresh()
         self.call.chunking.materialised += 1
+        return self.compute_rows()
+
+    def compute_rows(self) -> Tensor:
+        """What `compute` does, which may be asked for a few of the rows."""
+        self.call.check_fresh()
         dtype = self.call.dtype
         bias = self.bias.to(dtype) if self.bias is not None else None
         with torch.autocast(self.rows.device.type, enabled=False):
@@ -271,6 +275,20 @@ class LazyLogits(Tensor):
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `Tensor.cpu`, of the real logits."""
         return self.materialise().cpu(*args, **kwargs)
+
+    def on_host(self) -> Tensor:
+        """The logits on the host, computed and moved in chunks; these stay as they are."""
+        if not self._is_lazy():
+            return self.materialise().detach().cpu()
+        recipe = self._recipe.detached()
+        *leading, width = recipe.rows.shape
+        rows, tokens = recipe.rows.reshape(-1, width), recipe.call.chunking.tokens
+        host = torch.empty(len(rows), len(recipe.weight), dtype=recipe.dtype, device="cpu")
+        for start in range(0, len(rows), tokens):
+            part = replace(recipe, rows=rows[start : start + tokens]).compute_rows()
+            host[start : start + tokens] = part.to(recipe.dtype) * recipe.scale
+        logits = host.view(*leading, len(recipe.weight))
+        return logits.transpose(1, 2) if recipe.classes_second else logits
 
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `Tensor.cuda`, of the real logits."""

@@ -18,7 +18,8 @@ come from the step's number, so they draw from no random stream and are the same
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -84,7 +85,15 @@ _AVERAGES = {
     "exp_avg_sq": _Levels(dtype=torch.uint8, top=255, octaves=32, lowest=1),
 }
 
+#: What a state dict calls what it takes to read the bytes in it.
+LAYOUT = "low_bit_layout"
+
 State = dict[str, Any]
+
+#: The optimizers that keep their state in 8 bits now.
+_APPLIED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _LowBitAdam] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def low_bit_state(optimizer: torch.optim.Optimizer, *, stochastic_rounding: bool = True) -> Undo:
@@ -99,6 +108,19 @@ def low_bit_state(optimizer: torch.optim.Optimizer, *, stochastic_rounding: bool
         _check_group(group)
     low_bit = _LowBitAdam(optimizer, stochastic_rounding)
     return low_bit.undo
+
+
+def has_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its averages are in 8 bits now."""
+    return optimizer in _APPLIED
+
+
+def rounding_generators(
+    optimizer: torch.optim.Optimizer,
+) -> dict[torch.device, torch.Generator]:
+    """What its next steps round by; not random numbers of the user's own stream."""
+    applied = _APPLIED.get(optimizer)
+    return applied.generators if applied is not None else {}
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -126,13 +148,15 @@ class _LowBitAdam:
         self._optimizer = optimizer
         self._stochastic_rounding = stochastic_rounding
         #: By device: random bits of our own, so that the user's random stream is left alone.
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self.generators: dict[torch.device, torch.Generator] = {}
         self._loading: dict[Any, State] = {}
         # Made for all before any is replaced: running out of memory here changes nothing.
         converted = {p: _to_low_bit(p, state) for p, state in optimizer.state.items() if state}
         optimizer.state.update(converted)
         self._active = True
-        self._load_hooks = (
+        _APPLIED[optimizer] = self
+        self._hooks = (
+            optimizer.register_state_dict_post_hook(self._after_save),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         )
@@ -154,7 +178,8 @@ class _LowBitAdam:
         converted = {p: _to_plain(p, state) for p, state in optimizer.state.items() if state}
         optimizer.state.update(converted)
         self._active = False
-        for hook in self._load_hooks:
+        _APPLIED.pop(optimizer, None)
+        for hook in self._hooks:
             hook.remove()
         # A scheduler made since then holds our step inside its own; then ours passes on.
         names = ["_step_supports_amp_scaling"]
@@ -220,21 +245,42 @@ class _LowBitAdam:
     def _round(self, values: Tensor) -> Tensor:
         if not self._stochastic_rounding:
             return values
-        device = values.device
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return round_stochastically(values, self._generators[device])
+        return round_stochastically(values, self._generator(values.device))
 
-    # -- loading ----------------------------------------------------------------------------------
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device)
+        return self.generators[device]
+
+    # -- saving and loading -----------------------------------------------------------------------
+
+    def _after_save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add what the bytes mean to whoever loads them, and where our random streams are."""
+        layout = {
+            "orders": {at: _order(p) for at, p in self._owned_by_id(state_dict)},
+            "streams": {str(place): one.get_state() for place, one in self.generators.items()},
+        }
+        return {**state_dict, LAYOUT: layout}
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep the averages back: loading gives every tensor the parameter's type."""
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        owned = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-        saved = state_dict["state"]
-        self._loading = {p: saved[at] for at, p in zip(ids, owned, strict=False) if at in saved}
+        saved, layout = state_dict["state"], state_dict.get(LAYOUT, {"orders": {}, "streams": {}})
+        self._loading = {
+            p: _in_order(p, saved[at], layout["orders"].get(at))
+            for at, p in self._owned_by_id(state_dict)
+            if at in saved
+        }
+        for device in {p.device for p in self._loading}:  # it may have been another machine's
+            if str(device) in layout["streams"]:
+                self._generator(device).set_state(layout["streams"][str(device)])
         steps = {at: {"step": state["step"]} for at, state in saved.items() if state}
         return {**state_dict, "state": steps}
+
+    def _owned_by_id(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+        """The optimizer's parameters, with what a state dict calls each."""
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        owned = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        return zip(ids, owned, strict=False)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in self._loading.items():
@@ -365,11 +411,43 @@ def _to_low_bit(parameter: Tensor, state: State) -> State:
     return converted
 
 
+def plain_state_dict(state_dict: dict[str, Any], shapes: Mapping[Any, Tensor]) -> dict[str, Any]:
+    """An optimizer's saved state as plain Adam would have saved it.
+
+    `shapes` has, by what the state dict calls each parameter, a tensor of its shape and type.
+    """
+    layout = state_dict.get(LAYOUT)
+    if layout is None:
+        return state_dict
+    state = {
+        at: _to_plain(_ordered_like(shapes[at], layout["orders"][at]), one) if one else one
+        for at, one in state_dict["state"].items()
+    }
+    rest = {key: value for key, value in state_dict.items() if key != LAYOUT}
+    return {**rest, "state": state}
+
+
+def _in_order(parameter: Tensor, state: State, order: list[int] | None) -> State:
+    """The saved state of a parameter whose numbers may lie in another order than when saved."""
+    if order is None or not state or order == _order(parameter):
+        return state
+    return _to_plain(_ordered_like(parameter.detach().cpu(), order), state)
+
+
+def _ordered_like(parameter: Tensor, order: list[int]) -> Tensor:
+    """An empty tensor like the parameter, whose dimensions lie in memory in this order."""
+    empty = torch.empty([parameter.shape[at] for at in order], dtype=parameter.dtype)
+    return empty.permute([order.index(at) for at in range(len(order))])
+
+
 def _to_plain(parameter: Tensor, state: State) -> State:
     """The state as plain Adam keeps it."""
     converted: State = {"step": state["step"]}
     for name in _AVERAGES:
         average = converted[name] = torch.zeros_like(parameter)
+        if name in state:
+            average.copy_(state[name])
+            continue
         flat = average.permute(_order(parameter)).view(-1)
         for part in _slices(parameter.numel()):
             flat[part].copy_(_read(state, name, part))

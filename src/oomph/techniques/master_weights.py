@@ -70,6 +70,26 @@ class MasterWeights:
         pair = self._by_master.get(owned)
         return pair.parameter if pair is not None else owned
 
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """What the optimizer steps for a parameter of the model; itself where it has no master."""
+        pair = self._pairs.get(parameter)
+        return pair.master if pair is not None else parameter
+
+    @torch.no_grad()
+    def refresh(self, owned: Tensor) -> None:
+        """Round a master into the model, after it was written to outside a step."""
+        pair = self._by_master.get(owned)
+        if pair is not None:
+            # Not through .data: autograd must notice if backward still needs the old value.
+            pair.parameter.copy_(owned)
+            pair.version = pair.parameter._version
+
+    def note_rounded(self, owned: Tensor) -> None:
+        """Somebody else stepped a master and rounded it into the model."""
+        pair = self._by_master.get(owned)
+        if pair is not None:
+            pair.version = pair.parameter._version
+
     def undo(self) -> None:
         """The model's parameters are their masters again, and so are the optimizer's."""
         self._step_hook.remove()
@@ -113,16 +133,12 @@ class MasterWeights:
         else:
             pair.master.grad.add_(gradient)
 
-    @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Round the masters that were stepped; the optimizer may be shown a few of them only."""
         for group in optimizer.param_groups:
             for owned in group["params"]:
-                pair = self._by_master.get(owned)
-                if pair is not None and owned.grad is not None:
-                    # Not through .data: autograd must notice if backward still needs the old value.
-                    pair.parameter.copy_(owned)
-                    pair.version = pair.parameter._version
+                if owned.grad is not None:
+                    self.refresh(owned)
 
 
 def _fp32_parameters(model: nn.Module) -> list[nn.Parameter]:

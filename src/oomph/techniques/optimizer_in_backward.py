@@ -89,6 +89,8 @@ class OptimizerInBackward:
         #: Whether the last armed step broke off after some parameters had been stepped: weights
         #: and optimizer state are then partly those of the next step.
         self.dirty = False
+        #: Told of each parameter right before it is stepped, so that its step can be taken back.
+        self.before_step: Callable[[Tensor], None] | None = None
         self._armed = False
         self._scale: Tensor | None = None
         self._stepped: set[Tensor] = set()
@@ -154,14 +156,12 @@ class OptimizerInBackward:
             group = self._group_of(owned)
             # Before the step: one that fails halfway has changed something, too.
             self._stepped.add(owned)
+            if self.before_step is not None:
+                self.before_step(owned)
             if self._scale is not None:
                 owned.grad.mul_(self._scale)
-            groups = self._optimizer.param_groups
-            self._optimizer.param_groups = [{**group, "params": [owned]}]
-            try:
+            with shown_only(self._optimizer, group, [owned]):
                 self._optimizer.step()
-            finally:
-                self._optimizer.param_groups = groups
             owned.grad = None
 
     def _group_of(self, owned: Tensor) -> dict[str, Any]:
@@ -179,18 +179,37 @@ class OptimizerInBackward:
         return self._groups[owned]
 
     def _check_step_hooks(self) -> None:
-        hooks: Iterable[Any] = (
-            *_global_optimizer_pre_hooks.values(),
-            *_global_optimizer_post_hooks.values(),
-            *self._optimizer._optimizer_step_pre_hooks.values(),
-            *self._optimizer._optimizer_step_post_hooks.values(),
-        )
-        for hook in hooks:
-            if self._masters is None or getattr(hook, "__self__", None) is not self._masters:
-                raise BadInput(
-                    "the optimizer's step has hooks, which would run once for each parameter "
-                    "inside backward: remove them, or do not step inside backward"
-                )
+        if foreign_step_hooks(self._optimizer, self._masters):
+            raise BadInput(
+                "the optimizer's step has hooks, which would run once for each parameter "
+                "inside backward: remove them, or do not step inside backward"
+            )
+
+
+def foreign_step_hooks(optimizer: torch.optim.Optimizer, masters: Masters | None) -> list[Any]:
+    """What else is called before and after each step of the optimizer."""
+    hooks: Iterable[Any] = (
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    )
+    return [
+        hook for hook in hooks if masters is None or getattr(hook, "__self__", None) is not masters
+    ]
+
+
+@contextlib.contextmanager
+def shown_only(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Iterable[Tensor]
+) -> Iterator[None]:
+    """While active, the optimizer has these parameters of one group and no others."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": list(parameters)}]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
 
 
 def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

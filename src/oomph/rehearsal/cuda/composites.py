@@ -17,7 +17,7 @@ from torch import Tensor
 from oomph.gpus import GPU
 from oomph.rehearsal.cuda.attention import Attention, attend
 from oomph.rehearsal.cuda.recurrent import run_recurrent
-from oomph.rehearsal.dispatching import replaced_kernels
+from oomph.rehearsal.dispatching import find_operator, replaced_kernels
 
 aten = torch.ops.aten
 
@@ -26,8 +26,13 @@ _KEYS = ("AutogradCPU", "CPU")
 
 
 @contextlib.contextmanager
-def cuda_composites(gpu: GPU, on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
-    """While active, composite ops on GPU tensors become the ops CUDA would run."""
+def cuda_composites(
+    gpu: GPU, on_gpu: Callable[[Tensor], bool], is_traced: Callable[[], bool]
+) -> Iterator[None]:
+    """While active, composite ops on GPU tensors become the ops CUDA would run.
+
+    `is_traced` tells when a block is traced for compilation.
+    """
 
     def sdpa(
         query: Tensor,
@@ -151,5 +156,19 @@ def cuda_composites(gpu: GPU, on_gpu: Callable[[Tensor], bool]) -> Iterator[None
     with replaced_kernels() as replace:
         for name, kernel in kernels.items():
             for key in _KEYS:
-                replace(name, kernel, key)
+                replace(name, _as_traced(name, kernel, is_traced), key)
         yield
+
+
+def _as_traced(
+    name: str, kernel: Callable[..., Any], is_traced: Callable[[], bool]
+) -> Callable[..., Any]:
+    """The kernel, but for blocks that are traced where PyTorch's tracer has one of its own."""
+    traced = find_operator(name).py_kernels.get(torch._C.DispatchKey.CompositeImplicitAutograd)
+    if traced is None:
+        return kernel
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return traced(*args, **kwargs) if is_traced() else kernel(*args, **kwargs)
+
+    return run

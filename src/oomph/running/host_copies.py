@@ -1,0 +1,140 @@
+"""Copies of tensors in host memory, made while the device goes on working.
+
+On a GPU they are made on a stream of their own into pinned memory that is taken once. On the CPU
+they lie in numpy's memory: what a budget limits is the memory of the job's own tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Where each copy begins in pinned memory, so that any type can be read there.
+_ALIGNED = 64
+#: Pinned memory that is taken at a time.
+_SLAB = 256 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copy:
+    of: weakref.ref[Tensor]
+    """Not the tensor itself: whoever drops it frees its memory."""
+    value: Tensor
+    version: int = -1
+    """The tensor's, when it was copied."""
+    ready: torch.cuda.Event | None = None
+
+
+class HostCopies:
+    """Values of tensors as they were when `keep` was called last."""
+
+    def __init__(self) -> None:
+        #: By the tensor's id, which another tensor may have got since.
+        self._copies: dict[int, _Copy] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the copies take."""
+        return sum(copy.value.nbytes for copy in self._copies.values())
+
+    def keep(self, groups: Sequence[Sequence[Tensor]], still: Collection[int] = ()) -> None:
+        """Copy all of these tensors, group after group, and forget all others.
+
+        Those whose ids are in `still` are copied only if they changed since. On a GPU this only
+        queues the copies: call `wait` before a tensor is written to.
+        """
+        self._make_room([tensor for group in groups for tensor in group])
+        streams: set[torch.cuda.Stream] = set()
+        for group in groups:
+            changed = [
+                (tensor, copy)
+                for tensor in group
+                if (copy := self._copies[id(tensor)]).version != tensor._version
+                or id(tensor) not in still
+            ]
+            for tensor, copy in changed:
+                copy.version = -1
+                if tensor.device.type != "cuda":
+                    copy.value.copy_(tensor.detach())
+                    continue
+                side = self._stream(tensor.device)
+                if side not in streams:
+                    side.wait_stream(torch.cuda.current_stream(tensor.device))
+                    streams.add(side)
+                with torch.cuda.stream(side):
+                    copy.value.copy_(tensor.detach(), non_blocking=True)
+            self._record([pair for pair in changed if pair[0].device.type == "cuda"])
+            for tensor, copy in changed:  # not before: what was not copied must not count as such
+                copy.version = tensor._version
+
+    def wait(self, tensors: Iterable[Tensor]) -> None:
+        """The work that is queued next on the device may write to these tensors."""
+        events = {copy.ready for t in tensors if (copy := self._copies.get(id(t))) is not None}
+        for event in events:
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+
+    @torch.no_grad()
+    def put_back(self, tensor: Tensor) -> None:
+        """Give a tensor the value that was kept; this takes no memory of the device."""
+        copy = self._copies[id(tensor)]
+        self.wait([tensor])
+        tensor.copy_(copy.value, non_blocking=True)
+
+    def _record(self, copied: Sequence[tuple[Tensor, _Copy]]) -> None:
+        """One event for what was queued together."""
+        if copied:
+            ready = self._stream(copied[0][0].device).record_event()
+            for _, copy in copied:
+                copy.ready = ready
+
+    def _make_room(self, tensors: Sequence[Tensor]) -> None:
+        wanted = {id(tensor): tensor for tensor in tensors}
+        self._copies = {
+            key: copy for key, copy in self._copies.items() if copy.of() is wanted.get(key, self)
+        }
+        new = [tensor for key, tensor in wanted.items() if key not in self._copies]
+        pinned = iter(_pinned([tensor for tensor in new if tensor.device.type == "cuda"]))
+        for tensor in new:
+            value = next(pinned) if tensor.device.type == "cuda" else _unseen(tensor)
+            self._copies[id(tensor)] = _Copy(of=weakref.ref(tensor), value=value)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Room for these tensors in pinned memory, of which PyTorch takes powers of two."""
+    sizes = [math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED for tensor in tensors]
+    left = sum(sizes)
+    slab, used = torch.empty(0, dtype=torch.uint8), 0
+    rooms = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if used + size > slab.numel():
+            slab = torch.empty(max(size, min(left, _SLAB)), dtype=torch.uint8, pin_memory=True)
+            used = 0
+        rooms.append(_shaped(slab[used : used + tensor.nbytes], tensor))
+        used, left = used + size, left - size
+    return rooms
+
+
+def _unseen(tensor: Tensor) -> Tensor:
+    """Room for a tensor in memory that PyTorch did not allocate."""
+    return _shaped(torch.from_numpy(np.empty(tensor.nbytes, dtype=np.uint8)), tensor)
+
+
+def _shaped(room: Tensor, tensor: Tensor) -> Tensor:
+    """The room as a tensor that lies in memory as this one does: a copy then needs no other."""
+    if not tensor.numel():
+        return torch.empty_like(tensor, device="cpu")
+    stride = torch.empty_like(tensor, device="meta").stride()
+    return room.view(tensor.dtype).as_strided(tensor.shape, stride)

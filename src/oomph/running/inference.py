@@ -1,0 +1,263 @@
+"""Inference with weights off the GPU: as few blocks are streamed as the budget asks for.
+
+Blocks that are streamed are spread over the model, so that the copy of each has the time of those
+between it and the one before. The same code places the weights in a rehearsal and on the card.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from oomph.errors import BadInput, CannotRehearse, DoesNotFit, OomphError
+from oomph.estimation import Estimate, judge
+from oomph.gpus import GPU, find_gpu
+from oomph.host.cuda_link import CudaLink
+from oomph.host.limits import check_host_memory
+from oomph.host.link import InstantLink, Link
+from oomph.job import Job, build_model, make_batch, repeated_blocks
+from oomph.rehearsal.allocator import AllocatorSettings
+from oomph.rehearsal.link import RehearsedLink
+from oomph.rehearsal.phases import _fake_actors
+from oomph.rehearsal.world import pretend
+from oomph.techniques.autocast import autocast, use_tf32
+from oomph.techniques.micro_batch import in_evaluation
+from oomph.techniques.streamed_weights import StreamedWeights
+from oomph.timing.clock import Clock
+from oomph.units import format_bytes, parse_bytes
+
+_PHASES = ("build", "eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferencePlan:
+    """Which weights are where, and what that is predicted to need."""
+
+    streamed: tuple[str, ...]
+    """The blocks whose weights are on the host; all other weights are on the GPU."""
+    ahead: int
+    """Blocks that come while one runs."""
+    estimate: Estimate
+    """Of a forward over the sample batch; what a cache grows to afterwards is not in it."""
+    forward_seconds: float
+    """Predicted for a forward like that, after another one."""
+    host_bytes: int
+
+
+class InferenceRun:
+    """A model that runs without gradients; `run(batch)` gives its outputs.
+
+    The model itself, as `run.model`, can be called and can generate as ever. `undo` gives it back
+    where it was.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        streamed: Sequence[str],
+        link: Link,
+        *,
+        device: torch.device,
+        ahead: int = 1,
+    ) -> None:
+        self.model = model
+        self._job = job
+        self._device = device
+        with contextlib.ExitStack() as undos:
+            undos.callback(link.close)
+            if job.precision == "tf32":
+                undos.callback(use_tf32())
+            undos.enter_context(in_evaluation(model))
+            if streamed:
+                weights = StreamedWeights(model, streamed, link, ahead=ahead, device=device)
+                undos.callback(weights.undo)
+                elsewhere = set(weights.parameters)
+            else:
+                elsewhere = set()
+            undos.enter_context(_on(device, model, elsewhere))
+            self._undos = undos.pop_all()
+
+    def __call__(self, batch: Any) -> Any:
+        """What the model makes of a batch; where the job has a loss function, what that gives."""
+        job = self._job
+        batch = tree_map(
+            lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf,
+            make_batch(dataclasses.replace(job, batch=batch)),
+        )
+        with torch.no_grad(), autocast(job.precision, self._device.type):
+            if job.loss is not None and not isinstance(job.loss, nn.Module):
+                return job.loss(self.model, batch)
+            if isinstance(job.loss, nn.Module):
+                batch = batch[0]  # the criterion's targets are not the model's business
+            return self.model(**batch) if isinstance(batch, Mapping) else self.model(batch)
+
+    def undo(self) -> None:
+        """Every weight is where it was, and no host memory is taken any more."""
+        self._undos.close()
+
+    def __enter__(self) -> InferenceRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def plan_inference(
+    job: Job, *, gpu: str | GPU, budget: str | int | None = None, ahead: int = 1
+) -> InferencePlan:
+    """The fewest streamed blocks with which a forward over the job's batch fits the budget.
+
+    `DoesNotFit` says what it takes with all of them streamed.
+    """
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    limit = parse_bytes(budget) if budget is not None else card.memory
+    as_it_is, blocks = _rehearsed(job, card, limit, 0, ahead)
+    if as_it_is.estimate.fits:
+        return as_it_is
+    # With fewer than that, all that are streamed would be on the GPU all the same.
+    counts = range(2 + ahead, blocks + 1)
+    plans: dict[int, InferencePlan] = {}
+
+    def fits(count: int) -> bool:
+        plans[count], _ = _rehearsed(job, card, limit, count, ahead)
+        return plans[count].estimate.fits
+
+    at = bisect.bisect_left(counts, True, key=fits)
+    if at < len(counts):
+        return plans[counts[at]]
+    least = plans[counts[-1]] if counts else as_it_is
+    smallest = least.estimate.smallest_budget
+    raise DoesNotFit(
+        f"{job.name} needs {format_bytes(smallest)} on {card.name} even with the weights of"
+        f" {len(least.streamed)} of its {blocks} blocks on the host, and the budget is"
+        f" {format_bytes(limit)}: raise it, or take a smaller batch",
+        smallest,
+    )
+
+
+def apply_inference(
+    plan: InferencePlan, job: Job, *, device: str | torch.device | None = None
+) -> InferenceRun:
+    """Place the weights of the job's own model as planned, on the GPU where there is one.
+
+    A model that does not fit the GPU is given on the CPU, or as a function that builds it there.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    model = build_model(dataclasses.replace(job, checkpointing="none"))
+    missing = [path for path in plan.streamed if path not in dict(model.named_modules())]
+    if missing:
+        raise BadInput(f"the plan streams {missing[0]}, which {type(model).__name__} has not")
+    check_host_memory(_host_bytes_to_take(model, plan.streamed), "keeping weights on the host")
+    link = CudaLink(target) if target.type == "cuda" else InstantLink()
+    return InferenceRun(job, model, plan.streamed, link, device=target, ahead=plan.ahead)
+
+
+def _rehearsed(
+    job: Job, gpu: GPU, budget: int, count: int, ahead: int
+) -> tuple[InferencePlan, int]:
+    """What it takes to stream so many blocks, and how many there are."""
+    began = time.perf_counter()
+    with torch.random.fork_rng(devices=[]), pretend(gpu) as recorder:
+        recorder.clock = Clock.of(gpu)
+        try:
+            with recorder.phase("build"):
+                actors = _fake_actors(dataclasses.replace(job, checkpointing="none"))
+                recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
+                blocks = _block_paths(actors.model)
+                streamed = _spread(blocks, count)
+                link = RehearsedLink(recorder, gpu)
+                cuda = torch.device("cuda", 0)
+                run = InferenceRun(job, actors.model, streamed, link, device=cuda, ahead=ahead)
+            with recorder.phase("eval"):
+                run(actors.batch)
+                begin = recorder.seconds
+                run(actors.batch)
+                seconds = recorder.seconds - begin
+        except OomphError:
+            raise
+        except Exception as error:
+            where = recorder.failed_in or recorder.current_module or "the model"
+            raise CannotRehearse(
+                f"the forward failed in {where}: {type(error).__name__}: {error}"
+            ) from error
+    estimate = judge(
+        recorder.timeline,
+        job=job.name,
+        gpu=gpu,
+        budget=budget,
+        settings=AllocatorSettings(),
+        phases=_PHASES,
+        seconds=time.perf_counter() - began,
+    )
+    plan = InferencePlan(
+        streamed=streamed,
+        ahead=ahead,
+        estimate=estimate,
+        forward_seconds=seconds,
+        host_bytes=recorder.timeline.host_bytes,
+    )
+    return plan, len(blocks)
+
+
+def _block_paths(model: nn.Module) -> list[str]:
+    """The repeated parts of a model, in the order they stand in it."""
+    paths = {module: path for path, module in model.named_modules()}
+    return [paths[block] for block in repeated_blocks(model)]
+
+
+def _spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
+    """So many of them, as evenly as possible."""
+    return tuple(blocks[at * len(blocks) // count] for at in range(count))
+
+
+def _host_bytes_to_take(model: nn.Module, streamed: Sequence[str]) -> int:
+    """What leaves the GPU, and one block more: it is there twice while it is moved."""
+    sizes = {path: set(model.get_submodule(path).parameters()) for path in streamed}
+    leaving = {p for parameters in sizes.values() for p in parameters if p.device.type != "cpu"}
+    twice = max((sum(p.nbytes for p in parameters) for parameters in sizes.values()), default=0)
+    return sum(p.nbytes for p in leaving) + twice
+
+
+@contextlib.contextmanager
+def _on(device: torch.device, model: nn.Module, but: set[nn.Parameter]) -> Any:
+    """While active, parameters and buffers are on a device, but for some; then where they were."""
+    parameters = [(p, p.device) for p in model.parameters() if p not in but]
+    buffers = [
+        (module, name, buffer.device)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def move(to: torch.device | None) -> None:
+        for parameter, origin in parameters:
+            parameter.data = parameter.data.to(to or origin)
+        for module, name, origin in buffers:
+            buffer = module._buffers[name]
+            module._buffers[name] = buffer.to(to or origin) if buffer is not None else None
+
+    try:
+        move(device)
+        yield
+    finally:
+        move(None)

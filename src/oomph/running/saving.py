@@ -1,0 +1,184 @@
+"""Save: a run on the disk, as the plain job would be saved (rule 8).
+
+A checkpoint is a folder. `model.safetensors` holds the model's own state dict, the other two such
+files the tensors of the optimizer and of everything else. `checkpoint.json` holds the rest, says
+how the tensors belong together, and has the size and checksum of each file.
+
+Nothing in it depends on the plan: master weights are saved as the model's fp32 weights, a fused
+optimizer's state as a plain one's. Only 8-bit state is saved as it is, or it would not come back to
+the bit; it is made plain where it is read for anything else.
+
+Tensors go to the disk a piece at a time: saving takes no memory on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from oomph.planning.plan import Plan
+from oomph.running.checkpoint_folder import MANIFEST, checkpoints, new_checkpoint
+from oomph.running.nested_state import take_apart
+from oomph.running.random_state import get_random_state
+from oomph.running.step import Stage
+from oomph.running.tensor_files import size_of, write_tensors
+
+SCHEMA_VERSION = 1
+KIND = "oomph checkpoint"
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
+
+#: More than what the disk takes beside the files' own sizes.
+_MARGIN = 1 << 16
+
+
+class Stateful(Protocol):
+    """What is saved with a run: a scheduler, a loader, or anything else with a state."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Numbers, words, lists, dictionaries and tensors."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Go on from what `state_dict` gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that a run is, at one moment between two steps."""
+
+    plan: Plan
+    stage: Stage
+    device: torch.device
+    step: int
+    states: Mapping[str, Stateful]
+    extra: Any = None
+    """Whatever else the user wants to find again."""
+
+
+def save(now: Situation, folder: Path, *, keep: int) -> Path:
+    """Write a checkpoint to the folder, leave the last `keep` there, and say where it is."""
+    files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}, STATE: {}}
+    state = files[STATE]
+    content = {
+        "step": now.step,
+        "torch": torch.__version__,
+        "plan": now.plan.as_dict(),
+        "model": _take_model_apart(now.stage, files[MODEL], state),
+        "optimizer": {
+            "class": type(now.stage.optimizer).__name__,
+            "parameters": optimized_parameters(now.stage),
+            "state": take_apart(optimizer_state(now.stage), "optimizer", files[OPTIMIZER]),
+        },
+        "scaler": take_apart(scaler_state(now.stage), "scaler", state),
+        "random": take_apart(get_random_state(now.device), "random", state),
+        "states": {
+            name: take_apart(one.state_dict(), f"states.{name}", state)
+            for name, one in now.states.items()
+        },
+        "extra": take_apart(now.extra, "extra", state),
+    }
+    size = sum(map(size_of, files.values())) + len(json.dumps(content)) + _MARGIN
+    with new_checkpoint(folder, step=now.step, size=size, keep=keep) as private:
+        written = {name: write_tensors(private / name, files[name]) for name in files}
+        content["files"] = {name: dataclasses.asdict(one) for name, one in written.items()}
+        _write_manifest(private / MANIFEST, content)
+    return checkpoints(folder)[-1]
+
+
+def plain_model_state(stage: Stage) -> dict[str, Any]:
+    """The model's state dict, as it would be without a plan."""
+    masters = stage.masters
+    state: dict[str, Any] = stage.model.state_dict(keep_vars=True)
+    if masters is None:
+        return dict(state)
+    return {
+        name: masters.master_of(value) if isinstance(value, nn.Parameter) else value
+        for name, value in state.items()
+    }
+
+
+def optimizer_state(stage: Stage) -> dict[str, Any]:
+    """The optimizer's state dict; its tensors are those in use."""
+    assert stage.optimizer is not None, "a run has an optimizer"
+    return stage.optimizer.state_dict()
+
+
+def optimized_parameters(stage: Stage) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups."""
+    assert stage.optimizer is not None, "a run has an optimizer"
+    names = {parameter: name for name, parameter in stage.model.named_parameters()}
+    leaf_of = stage.masters.leaf_of if stage.masters is not None else lambda owned: owned
+    return [
+        [names[leaf_of(owned)] for owned in group["params"]]  # type: ignore[index]
+        for group in stage.optimizer.param_groups
+    ]
+
+
+def scaler_state(stage: Stage) -> dict[str, Any] | None:
+    """Where fp16's loss scaler is; None where there is none."""
+    return stage.scaler.state_dict() if stage.scaler is not None else None
+
+
+def checksum_of(content: Mapping[str, Any]) -> str:
+    """Tells whether a manifest still says what was written."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that are another's, and whose: tied weights have several."""
+    first: dict[Any, str] = {}
+    shared = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.numel():
+            place = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
+            owner = first.setdefault(place, name)
+            if owner != name:
+                shared[name] = owner
+    return shared
+
+
+def _take_model_apart(
+    stage: Stage, tensors: dict[str, Tensor], others: dict[str, Tensor]
+) -> dict[str, Any]:
+    state = plain_model_state(stage)
+    shared = same_tensors(state)
+    extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    tensors.update(
+        (name, value) for name, value in state.items() if name not in shared and name not in extra
+    )
+    return {
+        "names": list(state),
+        "shared": shared,
+        "strides": {name: tensor.stride() for name, tensor in tensors.items() if _permuted(tensor)},
+        "extra": take_apart(extra, "model", others),
+    }
+
+
+def _permuted(tensor: Tensor) -> bool:
+    """Whether its numbers lie in another order than its dimensions, with no gaps."""
+    return not tensor.is_contiguous() and (
+        torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    )
+
+
+def _write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+    manifest = {
+        "kind": KIND,
+        "schema_version": SCHEMA_VERSION,
+        "crc32": checksum_of(content),
+        "content": content,
+    }
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(manifest, file)
+        file.flush()
+        os.fsync(file.fileno())

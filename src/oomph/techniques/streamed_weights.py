@@ -1,0 +1,677 @@
+"""Weights on the host: each block's come to the GPU when it runs, and the next block's meanwhile.
+
+The GPU holds the weights of a few blocks at a time: those of the one that runs and of the `ahead`
+that come next. Which come next is learned: the same blocks follow each other in each forward, in
+each backward and in each token that is generated. A wrong guess costs time, never a number.
+
+Parameters stay the same objects. While a block is not here, each of its parameters shows one NaN in
+place of all its numbers: whoever looks at it then sees that something is wrong, and whoever writes
+to it gets an error. What is loaded into the model, saved from it or copied with it are the host's
+numbers.
+
+What autograd saves of a weight, as it is, as a view or as autocast's copy of it, becomes a note of
+where in its block it was; backward finds it in the memory that the block then has. So nothing keeps
+weights from leaving, and what somebody else does keep stays as it was.
+
+To be applied after the blocks were made to recompute themselves or were compiled, and before their
+activations are offloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from oomph.errors import BadInput
+from oomph.host.link import Copy, Link
+from oomph.techniques.host_tensors import to_gpu_now
+from oomph.techniques.optimizer_in_backward import weakly
+from oomph.techniques.recompute import replace_forward
+from oomph.techniques.technique import Undo
+
+#: Where weights begin in a block's memory: where kernels read them fastest.
+_ALIGNED = 256
+
+
+class _Phase(Enum):
+    """What a block runs for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a parameter is in its block's memory, and how it lies there."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor, offset: int) -> _Place:
+        stride = torch.empty_like(parameter, device="meta").stride()
+        return cls(offset=offset, dtype=parameter.dtype, shape=parameter.shape, stride=stride)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def bytes_in(self, memory: Tensor) -> Tensor:
+        return memory[self.offset : self.offset + self.nbytes]
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The parameter in its block's memory, on the host or on the GPU."""
+        flat = self.bytes_in(memory).view(self.dtype)
+        return flat.as_strided(self.shape, self.stride) if flat.numel() else flat.view(self.shape)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Unit:
+    """A block, and where its weights are."""
+
+    path: str
+    module: nn.Module
+    number: int
+    places: dict[nn.Parameter, _Place]
+    nbytes: int
+    slab: Tensor
+    """On the host: the weights of this block that no earlier one has as well."""
+    borrowed: list[tuple[Tensor, _Place]] = field(default_factory=list)
+    """The bytes of weights that an earlier block has on the host, and their places in this one."""
+    memory: Tensor | None = None
+    """On the GPU, while the block is here or on its way."""
+    copies: list[Copy] = field(default_factory=list)
+    """Those that last brought it to the GPU."""
+    is_here: bool = False
+    """Whether the computing stream was told to wait for them."""
+
+
+class StreamedWeights:
+    """Streams the weights of `blocks`, the paths of modules of `model`, in the order they run.
+
+    They run on `device`, which is where they are now if none is given. A weight that is also used
+    outside of the blocks stays where it is; one that several blocks use comes with each of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        link: Link,
+        *,
+        ahead: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        if ahead < 0:
+            raise BadInput(f"blocks come ahead of the one that runs, not {ahead}")
+        modules = _find_blocks(model, blocks)
+        self._link = link
+        self._most = 1 + ahead
+        self._units: list[_Unit] = []
+        #: The host's numbers of each parameter, and the device that it came from.
+        self._hosts: dict[nn.Parameter, Tensor] = {}
+        self._origins: dict[nn.Parameter, torch.device] = {}
+        #: Who must be done before the host's numbers of a parameter are what they should be.
+        self._writes: dict[nn.Parameter, list[Copy]] = {}
+        self._placeholders: dict[torch.dtype, Tensor] = {}
+        self._shown: dict[nn.Parameter, _Unit] = {}
+        #: Blocks that are on the GPU or on their way, the one that came first, first.
+        self._residents: list[_Unit] = []
+        #: By storage: the block whose memory it is; what autocast made of a weight.
+        self._memories: dict[int, _Unit] = {}
+        self._casts: dict[int, _Cast] = {}
+        self._moment: _Moment | None = None
+        self._follows: dict[_Moment, _Moment] = {}
+        self._take: Callable[[nn.Parameter, Tensor], None] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._put_back: list[Undo] = []
+        streamed = _streamed_by(model, modules.values())
+        self._device = device or _device_of(streamed)
+        try:
+            with _plainly():
+                for path, module in modules.items():
+                    self._move_out(path, module, streamed)
+            self._add_hooks(model)
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose numbers are on the host."""
+        return list(self._hosts)
+
+    def host_weight(self, parameter: nn.Parameter) -> Tensor:
+        """The host's numbers of a parameter; to write to them, see `before_write`."""
+        return self._hosts[parameter]
+
+    def before_write(self, parameter: nn.Parameter) -> list[Copy]:
+        """What must be done before the host's numbers may be written to: copies that read them."""
+        return [copy for unit in self._units_with(parameter) for copy in unit.copies]
+
+    def written(self, parameter: nn.Parameter, after: Sequence[Copy] = ()) -> None:
+        """The host's numbers are other ones now, or will be when `after` is done."""
+        self._writes[parameter] = list(after)
+        for unit in self._units_with(parameter):
+            self._drop(unit)
+
+    def settle(self) -> None:
+        """The host's numbers may be read and written from here on; no block is on the GPU."""
+        for unit in list(self._residents):
+            self._drop(unit)
+        for unit in self._units:
+            for copy in unit.copies:
+                copy.finish()
+            unit.copies = []
+        writes, self._writes = self._writes, {}  # an error of theirs is told once
+        for write in (write for several in writes.values() for write in several):
+            write.finish()
+
+    def prefetch(self) -> None:
+        """Begin to bring the blocks that are expected next, after the host's numbers changed."""
+        if self._moment is not None:
+            with _plainly():
+                for unit in self._expected(self._moment):
+                    self._fetch(unit)
+
+    def origin(self, parameter: nn.Parameter) -> torch.device:
+        """Where a parameter was before, and will be again."""
+        return self._origins[parameter]
+
+    def hand_gradients(self, take: Callable[[nn.Parameter, Tensor], None]) -> Undo:
+        """Have `take` called with each gradient once backward has made it.
+
+        The gradient is not kept otherwise: the parameter's `grad` stays None.
+        """
+        self._take = take
+        hook = weakly(self._arrived)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter in self._hosts
+            if parameter.requires_grad
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            self._take = None
+
+        return undo
+
+    def undo(self) -> None:
+        """Every weight is where it was before, with the numbers that it has now."""
+        self.settle()
+        with _plainly():
+            # All of them first: where memory runs out, nothing has changed yet.
+            back = {parameter: self._brought_back(parameter) for parameter in self._hosts}
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        while self._put_back:
+            self._put_back.pop()()
+        for parameter, data in back.items():
+            parameter.data = data
+            parameter.__dict__.pop("__deepcopy__", None)
+        self._hosts.clear()
+        self._origins.clear()
+        self._units.clear()
+        self._placeholders.clear()
+        self._follows.clear()
+        self._moment = None
+
+    def _arrived(self, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None and self._take is not None:
+            assert isinstance(leaf, nn.Parameter)
+            self._take(leaf, gradient)
+
+    # -- setting up -------------------------------------------------------------------------------
+
+    def _move_out(self, path: str, module: nn.Module, streamed: set[nn.Parameter]) -> None:
+        """Take a block's weights to the host."""
+        mine = [parameter for parameter in module.parameters() if parameter in streamed]
+        mine.sort(key=lambda parameter: parameter in self._hosts)  # own ones first, as in the slab
+        places: dict[nn.Parameter, _Place] = {}
+        own = end = 0
+        for parameter in mine:
+            places[parameter] = _Place.of(parameter, end)
+            end += -(-places[parameter].nbytes // _ALIGNED) * _ALIGNED
+            own = own if parameter in self._hosts else end
+        unit = _Unit(
+            path=path,
+            module=module,
+            number=len(self._units),
+            places=places,
+            nbytes=end,
+            slab=self._link.host_memory(own),
+        )
+        self._units.append(unit)
+        copies: list[Copy] = []
+        hosts: dict[nn.Parameter, Tensor] = {}
+        try:
+            for parameter, place in places.items():
+                if parameter in self._hosts:
+                    lender = self._units_with(parameter)[0]
+                    source = lender.places[parameter].bytes_in(lender.slab)
+                    unit.borrowed.append((source, place))
+                    continue
+                hosts[parameter] = place.view(unit.slab)
+                copies.append(self._link.to_host(parameter.detach(), hosts[parameter]))
+        finally:
+            for copy in copies:
+                copy.finish()
+        self._hosts |= hosts
+        self._origins |= {parameter: parameter.device for parameter in hosts}
+        for parameter in places:
+            self._hide(parameter)
+
+    def _add_hooks(self, model: nn.Module) -> None:
+        for unit in self._units:
+            forward = _StreamedForward(self, unit, unit.module.forward)
+            self._put_back.append(replace_forward(unit.module, forward))
+        for parameter in self._hosts:
+            copied = functools.partial(_copied, weakref.ref(self), parameter)
+            parameter.__dict__["__deepcopy__"] = copied
+        for module in model.modules():
+            own = {n: p for n, p in module._parameters.items() if p in self._hosts}
+            if own:
+                self._show_host_to(module, own)
+
+    def _show_host_to(self, owner: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
+        """What is saved of a module's own parameters, or loaded into them, are the host's."""
+
+        def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            if module is owner:
+                self.settle()
+                for name, parameter in own.items():
+                    if prefix + name in state and parameter is not None:
+                        state[prefix + name] = self._hosts[parameter]
+
+        def before_load(module: nn.Module, *_: Any) -> None:
+            if module is owner:
+                self.settle()
+                for parameter in own.values():
+                    if parameter is not None:
+                        parameter.data = self._hosts[parameter]
+
+        def after_load(module: nn.Module, _: Any) -> None:
+            if module is owner:
+                for parameter in own.values():
+                    if parameter is not None:
+                        self._hide(parameter)
+
+        self._handles += [
+            owner.register_state_dict_post_hook(saved),
+            owner.register_load_state_dict_pre_hook(before_load),
+            owner.register_load_state_dict_post_hook(after_load),
+        ]
+
+    def _brought_back(self, parameter: nn.Parameter) -> Tensor:
+        host, origin = self._hosts[parameter], self._origins[parameter]
+        if origin.type == "cpu" and self._device.type != "cpu":
+            return host  # it is where it was: in memory of the host
+        return to_gpu_now(self._link, host, origin)
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    def _enter(self, unit: _Unit, phase: _Phase) -> None:
+        """A block is about to run: have it here, and the next ones come."""
+        moment = _Moment(unit, phase)
+        if moment == self._moment and unit.is_here:
+            return
+        if unit not in self._units:
+            raise BadInput(
+                f"the weights of {unit.path} are streamed no more: undo it after the backward of"
+                " each forward, not between them"
+            )
+        if self._moment is not None:
+            self._follows[self._moment] = moment
+        self._moment = moment
+        wanted = self._expected(moment)
+        others = [resident for resident in self._residents if resident not in wanted]
+        for other in others[: max(len(others) + len(wanted) - self._most, 0)]:
+            self._drop(other)
+        with _plainly():
+            self._fetch(unit)
+            self._show(unit)
+            for following in wanted[1:]:
+                self._fetch(following)
+
+    def _expected(self, moment: _Moment) -> list[_Unit]:
+        """A block and those that will run next, as far as there is room for them."""
+        wanted = [moment.unit]
+        following: _Moment | None = moment
+        # At the end of forward the same blocks come again the other way: look a little further.
+        for _ in range(2 * self._most):
+            following = following and (self._follows.get(following) or self._default(following))
+            if following is None or len(wanted) == self._most:
+                break
+            if following.unit not in wanted:
+                wanted.append(following.unit)
+        return wanted
+
+    def _default(self, moment: _Moment) -> _Moment | None:
+        """What follows where it was not seen yet: the next one as they were named."""
+        at = moment.unit.number + (-1 if moment.phase is _Phase.BACKWARD else 1)
+        if moment.phase is _Phase.EVALUATION:
+            at %= len(self._units)
+        return _Moment(self._units[at], moment.phase) if 0 <= at < len(self._units) else None
+
+    def _fetch(self, unit: _Unit) -> None:
+        """Begin to bring a block's weights."""
+        if unit.memory is not None:
+            return
+        memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
+        after = [write for parameter in unit.places for write in self._writes.get(parameter, ())]
+        own = unit.slab.numel()
+        pairs = [(unit.slab, memory[:own])] if own else []
+        pairs += [(source, place.bytes_in(memory)) for source, place in unit.borrowed]
+        unit.memory, unit.copies = memory, []
+        self._residents.append(unit)
+        self._memories[_storage(memory)] = unit
+        try:
+            for source, target in pairs:
+                unit.copies.append(self._link.to_gpu(source, target, after))
+        except BaseException:
+            self._drop(unit)  # a part of it must not be taken for the whole
+            raise
+
+    def _show(self, unit: _Unit) -> None:
+        """Let the block's parameters be what came; the computing stream waits for it."""
+        assert unit.memory is not None
+        if not unit.is_here:
+            for copy in unit.copies:
+                copy.wait()
+            unit.is_here = True
+        for parameter, place in unit.places.items():
+            if self._shown.get(parameter) is not unit:  # another block may have shown it since
+                parameter.data = place.view(unit.memory)
+                self._shown[parameter] = unit
+
+    def _drop(self, unit: _Unit) -> None:
+        """Give a block's memory on the GPU back."""
+        if unit.memory is None:
+            return
+        if not unit.is_here:
+            for copy in unit.copies:
+                copy.wait()  # before another op gets the memory
+        for parameter in unit.places:
+            if self._shown.get(parameter) is unit:
+                self._hide(parameter)
+        del self._memories[_storage(unit.memory)]
+        self._residents.remove(unit)
+        unit.memory, unit.is_here = None, False
+
+    def _hide(self, parameter: nn.Parameter) -> None:
+        self._shown.pop(parameter, None)
+        dtype = parameter.dtype
+        with _plainly():
+            if dtype not in self._placeholders:
+                nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+                scalar = torch.full((), nothing, dtype=torch.float32, device=self._device)
+                self._placeholders[dtype] = scalar.to(dtype)
+            parameter.data = self._placeholders[dtype].expand(parameter.shape)
+
+    def _units_with(self, parameter: nn.Parameter) -> list[_Unit]:
+        return [unit for unit in self._units if parameter in unit.places]
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def run(
+        self, unit: _Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """The forward of a block, with its weights here."""
+        if torch._C._current_graph_task_id() != -1:
+            phase = _Phase.BACKWARD  # it is recomputed
+        else:
+            phase = _Phase.FORWARD if torch.is_grad_enabled() else _Phase.EVALUATION
+        self._enter(unit, phase)
+        with contextlib.ExitStack() as stack:
+            casts = _casts_weights(self._device.type)
+            if casts:
+                # Autocast would keep its copies of all weights until the model's forward ends.
+                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
+            if torch.is_grad_enabled():
+                if casts and not _is_compiled(unit.module, forward):
+                    stack.enter_context(_WatchedCasts(self._note_cast))
+                stack.enter_context(self._saving(unit))
+            output = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(lambda _: self._need(unit))
+        return output
+
+    # -- what autograd saves ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _saving(self, unit: _Unit) -> Iterator[None]:
+        """What is saved inside keeps no weight; the rest is left to whoever watches outside."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack_rest, unpack_rest = outer or (_as_it_is, _as_it_is)
+
+        def pack(tensor: Tensor) -> Any:
+            return self._note(tensor) or pack_rest(tensor)
+
+        def unpack(kept: Any) -> Any:
+            # Of any tensor: a recomputed block asks for its inputs, and then for its weights.
+            self._need(unit)
+            return self._tensor(kept) if isinstance(kept, _Note) else unpack_rest(kept)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _need(self, unit: _Unit) -> None:
+        """Backward wants a block's weights."""
+        if self._moment != _Moment(unit, _Phase.BACKWARD) or not unit.is_here:
+            self._enter(unit, _Phase.BACKWARD)
+
+    def _note(self, tensor: Tensor) -> _Note | None:
+        """Which weight a tensor is, if it is one."""
+        if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        key = _storage(tensor)
+        unit, cast = self._memories.get(key), None
+        if unit is None:
+            cast = self._casts.get(key)
+            if cast is None or tensor._version != cast.version:
+                return None
+            unit = cast.unit
+        return _Note(
+            unit=unit,
+            place=cast.place if cast is not None else None,
+            dtype=tensor.dtype,
+            view=(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())),
+        )
+
+    def _tensor(self, note: _Note) -> Tensor:
+        """What a note stands for."""
+        if not note.unit.is_here:
+            self._need(note.unit)
+        assert note.unit.memory is not None
+        with torch.no_grad():
+            if note.place is not None:
+                again = note.place.view(note.unit.memory).to(note.dtype)
+            else:
+                again = note.unit.memory.view(note.dtype)
+            return again.as_strided(*note.view)
+
+    def _note_cast(self, source: Tensor, cast: Tensor) -> None:
+        """Remember that a tensor has the numbers of a weight, in another type."""
+        unit = self._memories.get(_storage(source))
+        if unit is None or cast.stride() != source.stride():
+            return
+        start = source.storage_offset() * source.element_size()
+        for place in unit.places.values():
+            if place.offset == start and place.shape == source.shape:
+                storage = cast.untyped_storage()
+                key = storage._cdata
+                # Forgotten with it: another storage may then have its number.
+                forget = functools.partial(_forget, weakref.ref(self), key)
+                self._casts[key] = _Cast(
+                    unit=unit,
+                    place=place,
+                    version=cast._version,
+                    storage=weakref.ref(storage, forget),
+                )
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A block runs for something; equal moments are followed by the same."""
+
+    unit: _Unit
+    phase: _Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cast:
+    """What autocast made of a weight."""
+
+    unit: _Unit
+    place: _Place
+    version: int
+    storage: weakref.ref[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Note:
+    """What autograd keeps instead of a weight."""
+
+    unit: _Unit
+    place: _Place | None
+    """Of the weight that was cast; None where the tensor is in the block's memory itself."""
+    dtype: torch.dtype
+    view: tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+class _StreamedForward:
+    """The forward of a streamed block."""
+
+    def __init__(self, streamed: StreamedWeights, unit: _Unit, forward: Callable[..., Any]) -> None:
+        self._streamed = streamed
+        self._unit = unit
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._streamed.run(self._unit, self._forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copied model has all of its weights, and its own forward."""
+        copied: Callable[..., Any] = deepcopy(self._forward, memo)
+        return copied
+
+
+class _WatchedCasts(TorchDispatchMode):
+    """Tells of every tensor that is a copy of another in another type."""
+
+    def __init__(self, tell: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype != args[0].dtype:
+            self._tell(args[0], out)
+        return out
+
+
+def _find_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for path in paths:
+        try:
+            found[path] = model.get_submodule(path)
+        except AttributeError:
+            raise BadInput(f"{type(model).__name__} has no block {path}") from None
+    for path, module in found.items():
+        inside = set(module.modules()) - {module}
+        if nested := [other for other, block in found.items() if block in inside]:
+            raise BadInput(f"{nested[0]} is a part of {path}: stream one or the other")
+    return found
+
+
+def _streamed_by(model: nn.Module, blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that only blocks use."""
+    inside = {module for block in blocks for module in block.modules()}
+    outside = {p for m in model.modules() if m not in inside for p in m.parameters(recurse=False)}
+    streamed = {p for module in inside for p in module.parameters(recurse=False)} - outside
+    if not streamed:
+        raise BadInput("the blocks have no weights of their own: there is nothing to stream")
+    if plain := [p for p in streamed if is_traceable_wrapper_subclass(p)]:
+        raise BadInput(
+            f"a weight {list(plain[0].shape)} is a {type(plain[0]).__name__}, whose memory cannot"
+            " be streamed: leave its block on the GPU"
+        )
+    return streamed
+
+
+def _device_of(parameters: Iterable[nn.Parameter]) -> torch.device:
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise BadInput("the blocks are on several devices: name the one that they are to run on")
+    return devices.pop()
+
+
+def _copied(
+    streamed: weakref.ref[StreamedWeights], parameter: nn.Parameter, memo: dict[int, Any]
+) -> nn.Parameter:
+    """A parameter of a copied model: all there, where the model runs."""
+    alive = streamed()
+    assert alive is not None
+    alive.settle()
+    data = alive.host_weight(parameter).to(parameter.device, copy=True)
+    memo[id(parameter)] = copied = nn.Parameter(data, parameter.requires_grad)
+    return copied
+
+
+def _forget(streamed: weakref.ref[StreamedWeights], key: int, _: Any) -> None:
+    if (alive := streamed()) is not None:
+        alive._casts.pop(key, None)
+
+
+def _casts_weights(device_type: str) -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in {device_type, "cpu"})
+
+
+def _is_compiled(block: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether code of it was compiled, which then would not run where somebody watches."""
+    inner = (module.__dict__.get("forward") for module in block.modules())
+    return any(
+        hasattr(called, "_torchdynamo_orig_callable") for called in (forward, *inner)
+    ) or any(module._compiled_call_impl is not None for module in block.modules())
+
+
+def _storage(tensor: Tensor) -> int:
+    """The same number for all views of one storage, while it lives."""
+    with torch._C.DisableTorchFunction():
+        key: int = tensor.untyped_storage()._cdata
+        return key
+
+
+def _as_it_is(kept: Any) -> Any:
+    return kept
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """No history, and tensors as they are outside of inference mode: they outlive it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

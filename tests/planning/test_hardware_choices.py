@@ -1,0 +1,66 @@
+"""Choices that differ by card: graphs where it would wait for launches, FP8 where it has it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tiny_models import llama, tokens
+
+from oomph.gpus import find_gpu
+from oomph.job import Job
+from oomph.planning.choices import Choices
+from oomph.planning.plan import Plan
+from oomph.planning.planner import plan
+from oomph.rehearsal.phases import rehearse
+from oomph.techniques.technique import Fidelity
+from oomph.timing.clock import Clock
+
+H200 = find_gpu("h200")
+
+
+def small() -> Job:
+    """Kernels so small that the card waits for the host."""
+    return llama(layers=2, vocabulary=512, batch=tokens(4, 64), precision="bf16-mixed")
+
+
+@functools.cache
+def planned(gpu: str, allow: str = "rounding") -> Plan:
+    return plan(small(), gpu=gpu, budget="4GiB", allow=allow)
+
+
+def test_where_launches_take_longest_micro_batches_are_captured() -> None:
+    made = planned("h200")
+    assert made.choices.cuda_graph
+    (change,) = (one for one in made.changes if one.technique == "CUDA graph")
+    assert change.fidelity is Fidelity.EXACT
+    assert change.costs < 0
+
+
+def test_fp8_is_chosen_only_where_the_card_has_it_and_the_user_allows_it() -> None:
+    assert not planned("h200").choices.fp8
+    assert not planned("a100-40gb", "lossy").choices.fp8
+
+
+def test_a_graph_and_a_step_in_backward_exclude_each_other() -> None:
+    with pytest.raises(Exception, match="cannot step the optimizer in its backward"):
+        Choices(cuda_graph=True, optimizer_in_backward=True)
+
+
+def step_of(choices: Choices) -> tuple[float, int, int]:
+    """Seconds, launches and the blocks of memory that a step takes, in the second step."""
+    timeline = rehearse(small(), H200, choices=choices, clock=Clock.of(H200))
+    first, second = (mark for mark in timeline.marks if mark.name == "end of step")
+    span = next(span for span in timeline.spans if span.name == "step")
+    taken = [b for b in timeline.blocks if span.start <= b.birth < span.stop]
+    return second.seconds - first.seconds, second.launches - first.launches, len(taken)
+
+
+def test_a_rehearsed_graph_takes_its_memory_once_and_launches_once_a_part() -> None:
+    plain = Choices(precision="bf16-mixed", micro_batch=1, fused_optimizer=True)
+    graphed = Choices(precision="bf16-mixed", micro_batch=1, fused_optimizer=True, cuda_graph=True)
+    seconds, launches, taken = step_of(plain)
+    graphed_seconds, graphed_launches, graphed_taken = step_of(graphed)
+    assert graphed_launches < launches / 4
+    assert graphed_seconds == pytest.approx(seconds, rel=0.2)
+    assert graphed_taken < taken
