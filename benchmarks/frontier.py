@@ -1,9 +1,9 @@
 """Speed at every budget, oomph's and its peers': `python -m benchmarks.frontier --suite S --out O`.
 
 A suite is a model with a global batch, a precision and an optimizer. Every peer and oomph train it
-at each budget of device memory, one after the other in processes of their own, under the same cap.
-Writes `frontier-S.json` into O after every cell, and oomph's plans into `O/plans`; a second call
-runs only what is missing. `--table FILE …` prints the tables of such files anywhere.
+at each budget of device memory, in processes of their own, under the same cap, and are timed one at
+a time. Writes `frontier-S.json` into O after every cell, and oomph's plans into `O/plans`; a second
+call runs only what is missing. `--table FILE …` prints the tables of such files anywhere.
 """
 
 from __future__ import annotations
@@ -11,35 +11,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.peers import LLAMA_PEERS, Peer, generic_peers
+from benchmarks.peers import LLAMA_PEERS, Peer, checkpoint, generic_peers
 from benchmarks.plans import (
     DOES_NOT_FIT,
     GPU,
     PLANNING_S,
-    TIMED_OUT,
     in_parallel,
     load,
     plan_or_refusal,
     save,
 )
 from benchmarks.real_steps import (
-    FAILED,
     OK,
+    OUT_OF_MEMORY,
     Step,
     Training,
     attempt,
@@ -50,8 +42,10 @@ from benchmarks.real_steps import (
     run_steps,
     set_up,
 )
+from benchmarks.side_by_side import ROOM, Seat, SharedCard, Task
+from oomph.estimation import estimate
 from oomph.gpus import find_gpu
-from oomph.job import Job, build_model
+from oomph.job import Job
 from oomph.job_sources import job_from_name
 from oomph.planning.plan import Plan
 from oomph.rehearsal.hidden import device_overhead
@@ -61,9 +55,11 @@ from oomph.units import GIB
 OOMPH = "oomph"
 NOT_INSTALLED = "not installed"
 UNLIMITED = "unlimited"
+#: What ran out of its place beside others, not out of its budget.
+CROWDED = "crowded"
 
-#: Seconds for all budgets of a peer, or for one of oomph's.
-PATIENCE_S = 150
+#: Rows that run at a time, and seconds for all budgets of a peer, or for one of oomph's.
+AT_ONCE, PATIENCE_S = 3, 150
 TIMED_STEPS = 3
 
 Cell = dict[str, Any]
@@ -140,6 +136,11 @@ def plan_path(out: Path, suite: Suite, budget: Budget) -> Path:
     return out / "plans" / f"{suite.name}-{key(budget)}.json"
 
 
+def places_path(out: Path, suite: Suite) -> Path:
+    """Where the memory that peers are thought to need is kept."""
+    return out / "plans" / f"{suite.name}-places.json"
+
+
 def key(budget: Budget) -> str:
     """A budget as JSON and the command line have it."""
     return UNLIMITED if budget is None else str(budget)
@@ -191,14 +192,17 @@ def missing(document: Mapping[str, Any], row: str, budgets: Sequence[Budget]) ->
 def follows(cells: Mapping[str, Cell], budget: Budget) -> Cell | None:
     """What the same code does at `budget`, where runs with more memory tell; else None.
 
-    A run that never reserved more than the cap goes the same way under it; what ran out with more
-    memory runs out with less.
+    A run that never reserved more than the cap goes the same way under it; one whose tensors took
+    more runs out, and so does what ran out with more memory.
     """
-    for name, cell in cells.items():
+    # The least memory above the budget tells most.
+    for name, cell in sorted(cells.items(), key=lambda one: _size(_parse_key(one[0]))):
         if _size(_parse_key(name)) <= _size(budget) or cell["status"] == NOT_INSTALLED:
             continue
         if cell["status"] != OK or cell["reserved"] <= cap(budget):
             return {**cell, "copied": True}
+        if cell["allocated"] > cap(budget):
+            return {"status": OUT_OF_MEMORY, "copied": True}
     return None
 
 
@@ -208,21 +212,33 @@ def _parse_key(name: str) -> Budget:
 
 # -- one row, in a process of its own --------------------------------------------------------------
 
+#: Budgets with what was found at each.
+Found = Iterator[tuple[Budget, Cell]]
 
-def run_peer(suite: Suite, peer: Peer, budgets: Sequence[Budget], out: Path) -> None:
-    """Fill a peer's cells; budgets come with the largest first."""
-    path = results_path(out, suite)
+
+def run_peer(
+    suite: Suite,
+    peer: Peer,
+    budgets: Sequence[Budget],
+    known: Mapping[str, Cell],
+    seat: Seat,
+    place: int = ROOM,
+) -> Found:
+    """A peer's cells at budgets with the largest first; `known` are those it has already."""
     ready = functools.cache(functools.partial(_prepare, suite, peer))
+    cells = dict(known)
 
     def run(budget: Budget) -> Cell:
         training, step = ready()
-        begin(training, _bytes(budget))
-        return _measure(suite, step, warm_up=2)
+        begin(training, _limit(budget, place))
+        return _measure(suite, step, seat, warm_up=2)
 
     for budget in budgets:
-        cells = load(path, _empty(suite))["rows"].get(peer.name, {})
-        cell = follows(cells, budget) or attempt(functools.partial(run, budget))
-        put(path, suite, peer.name, budget, cell, environment=environment())
+        cell = follows(cells, budget) or _in_place(functools.partial(run, budget), budget, place)
+        yield budget, cell
+        if cell["status"] == CROWDED:
+            return
+        cells[key(budget)] = cell
 
 
 def _prepare(suite: Suite, peer: Peer) -> tuple[Training, Step]:
@@ -230,10 +246,15 @@ def _prepare(suite: Suite, peer: Peer) -> tuple[Training, Step]:
     return training, peer.make_step(training, suite.precision)
 
 
-def run_oomph(suite: Suite, budget: Budget, out: Path) -> None:
-    """Fill one of oomph's cells, by the plan that was made for it."""
-    path = results_path(out, suite)
-    plan = Plan.load(plan_path(out, suite, budget))
+def run_oomph(
+    suite: Suite,
+    plan: Plan,
+    budget: Budget,
+    known: Mapping[str, Cell],
+    seat: Seat,
+    place: int = ROOM,
+) -> Found:
+    """One of oomph's cells, by the plan that was made for it."""
     promised = {
         "choices": plan.choices.as_dict(),
         "summary": "; ".join(f"{change.technique}: {change.after}" for change in plan.changes),
@@ -244,22 +265,38 @@ def run_oomph(suite: Suite, budget: Budget, out: Path) -> None:
     def run() -> Cell:
         job = suite.job()
         training = set_up(job)
-        begin(training, _bytes(budget))
+        begin(training, _limit(budget, place))
         planned = dataclasses.replace(
             job, model=training.model, optimizer=training.optimizer, batch=training.batch
         )
         applied = apply(plan, planned)
-        return _measure(suite, functools.partial(applied.step, training.batch), warm_up=3)
+        step = functools.partial(applied.step, training.batch)
+        return _measure(suite, step, seat, warm_up=3)
 
-    cells = load(path, _empty(suite))["rows"].get(OOMPH, {})
-    alike = {k: cell for k, cell in cells.items() if cell.get("choices") == promised["choices"]}
-    cell = follows(alike, budget) or attempt(run)
-    put(path, suite, OOMPH, budget, cell | promised, environment=environment())
+    alike = {k: cell for k, cell in known.items() if cell.get("choices") == promised["choices"]}
+    cell = follows(alike, budget) or _in_place(run, budget, place)
+    yield budget, cell | promised
 
 
-def _measure(suite: Suite, step: Step, *, warm_up: int) -> Cell:
+def _in_place(run: Callable[[], Cell], budget: Budget, place: int) -> Cell:
+    """What a run finds. Where its place and not its budget was the limit, that says nothing."""
+    cell = attempt(run)
+    narrow = place < min(_size(budget) * GIB, ROOM)
+    if narrow and (cell["status"] == OUT_OF_MEMORY or cell.get("retries")):
+        return {"status": CROWDED}
+    return cell
+
+
+def _limit(budget: Budget, place: int) -> int | None:
+    """Device memory that a run may have; a place of all the room does not limit it."""
+    limit = min(_size(budget) * GIB, place if place < ROOM else _size(None))
+    return None if limit == _size(None) else int(limit)
+
+
+def _measure(suite: Suite, step: Step, seat: Seat, *, warm_up: int) -> Cell:
     losses = run_steps(step, warm_up)
-    seconds = clock(step, TIMED_STEPS)
+    with seat.alone():
+        seconds = clock(step, TIMED_STEPS)
     return {"rate": suite.items / seconds, "seconds": seconds, "losses": losses, **peaks()}
 
 
@@ -267,7 +304,7 @@ def _bytes(budget: Budget) -> int | None:
     return None if budget is None else budget * GIB
 
 
-# -- all rows, one after the other -----------------------------------------------------------------
+# -- all rows --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +314,8 @@ class Turn:
     suite: Suite
     row: str
     budgets: tuple[Budget, ...]
+    place: int
+    """Device memory that it may have beside others."""
 
 
 def plan_all(suites: Sequence[Suite], budgets: Sequence[Budget], out: Path, seconds: float) -> None:
@@ -289,6 +328,30 @@ def plan_all(suites: Sequence[Suite], budgets: Sequence[Budget], out: Path, seco
     ]
     for line in in_parallel(_plan, orders, seconds=seconds):
         print(line, flush=True)
+
+
+def find_places(suites: Sequence[Suite], out: Path, seconds: float) -> None:
+    """Estimate the device memory of every peer, so that those that fit side by side run so."""
+    orders = [
+        (suite, peer)
+        for suite in suites
+        for peer in suite.peers
+        if peer.name not in load(places_path(out, suite), {})
+    ]
+    for suite, peer, place in in_parallel(_place, orders, seconds=seconds):
+        path = places_path(out, suite)
+        save(path, load(path, {}) | {peer.name: place})
+
+
+def _place(order: tuple[Suite, Peer]) -> tuple[Suite, Peer, int]:
+    """A tenth more than the peer would need eagerly; if that is not enough, it is tried again."""
+    suite, peer = order
+    job = dataclasses.replace(
+        suite.job(),
+        micro_batch=peer.micro_batch if peer.micro_batch < suite.batch else None,
+        checkpointing="full" if checkpoint in peer.changes else "none",
+    )
+    return suite, peer, int(1.1 * estimate(job, gpu=GPU).peak.device)
 
 
 def _plan(order: tuple[Suite, Budget, Path]) -> str:
@@ -308,6 +371,7 @@ def turns_of(suite: Suite, chosen: Sequence[Budget], only: str | None, out: Path
     path = results_path(out, suite)
     document = load(path, _empty(suite))
     budgets = budgets_of(suite, chosen)
+    places = load(places_path(out, suite), {})
     turns = []
     if only != "peers":
         for budget in missing(document, OOMPH, budgets):
@@ -315,64 +379,63 @@ def turns_of(suite: Suite, chosen: Sequence[Budget], only: str | None, out: Path
             if "status" in answer:
                 put(path, suite, OOMPH, budget, answer)
             elif answer:
-                turns.append(Turn(suite=suite, row=OOMPH, budgets=(budget,)))
+                # A limit leaves its plan no more; without one there may be some fragmentation.
+                place = min(_bytes(budget) or int(1.2 * answer["predicted"]["high"]), ROOM)
+                turns.append(Turn(suite=suite, row=OOMPH, budgets=(budget,), place=place))
     if only != "oomph":
         for peer in suite.peers:
             left = missing(document, peer.name, budgets)
             if left and peer.is_installed:
-                turns.append(Turn(suite=suite, row=peer.name, budgets=tuple(left)))
+                place = min(places.get(peer.name, ROOM), ROOM)
+                turns.append(Turn(suite=suite, row=peer.name, budgets=tuple(left), place=place))
             for budget in left if not peer.is_installed else ():
                 put(path, suite, peer.name, budget, {"status": NOT_INSTALLED})
     return turns
 
 
+def task_of(turn: Turn, tasks: list[Task], out: Path) -> Task:
+    """A turn as work for a process; one that found its place too small comes back with all room."""
+    suite, row = turn.suite, turn.row
+    path = results_path(out, suite)
+
+    def work(seat: Seat) -> None:
+        for budget, cell in run_row(turn, out, seat):
+            seat.tell((budget, cell, environment()))
+
+    def hear(told: tuple[Budget, Cell, dict[str, Any]]) -> None:
+        budget, cell, where = told
+        if cell["status"] == CROWDED:
+            left = turn.budgets[turn.budgets.index(budget) :]
+            wide = dataclasses.replace(turn, budgets=left, place=ROOM)
+            tasks.append(task_of(wide, tasks, out))
+        else:
+            put(path, suite, row, budget, cell, environment=where)
+
+    def end(how: dict[str, str]) -> None:
+        for budget in missing(load(path, _empty(suite)), row, turn.budgets) if how else ():
+            put(path, suite, row, budget, how)
+
+    return Task(needs=turn.place, work=work, hear=hear, end=end)
+
+
+def run_row(turn: Turn, out: Path, seat: Seat) -> Found:
+    """A turn's cells, in this process."""
+    suite = turn.suite
+    known = load(results_path(out, suite), _empty(suite))["rows"].get(turn.row, {})
+    if turn.row == OOMPH:
+        for budget in turn.budgets:
+            plan = Plan.load(plan_path(out, suite, budget))
+            yield from run_oomph(suite, plan, budget, known, seat, turn.place)
+    else:
+        peer = next(peer for peer in suite.peers if peer.name == turn.row)
+        yield from run_peer(suite, peer, turn.budgets, known, seat, turn.place)
+
+
 def take_turns(turns: Sequence[Turn], out: Path, deadline: float) -> None:
-    """Run them one at a time. The next process loads its libraries meanwhile, and waits."""
-    waiting: subprocess.Popen[str] | None = None
-    for turn, following in itertools.zip_longest(turns, turns[1:]):
-        process = waiting or _start(turn, out)
-        waiting = _start(following, out) if following else None
-        left = deadline - time.monotonic()
-        code = _finish(process, max(min(PATIENCE_S, left), 0))
-        if code is None and left <= PATIENCE_S:
-            break  # the time limit's doing, not the row's
-        path = results_path(out, turn.suite)
-        ended = {"status": TIMED_OUT} if code is None else _crash(code)
-        for budget in missing(load(path, _empty(turn.suite)), turn.row, turn.budgets):
-            put(path, turn.suite, turn.row, budget, ended)
-    if waiting is not None:
-        _kill(waiting)
-
-
-def _start(turn: Turn, out: Path) -> subprocess.Popen[str]:
-    options = {
-        "--suite": turn.suite.name,
-        "--row": turn.row,
-        "--budgets": ",".join(key(budget) for budget in turn.budgets),
-        "--out": str(out),
-    }
-    command = [sys.executable, "-m", "benchmarks.frontier", *itertools.chain(*options.items())]
-    # A group of its own, so that a compiler's workers can be ended with it.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, process_group=0)
-
-
-def _finish(process: subprocess.Popen[str], seconds: float) -> int | None:
-    """The exit code of a process that may begin now; None where the time was not enough."""
-    try:
-        process.communicate("go\n", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        return None
-    return process.returncode
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _crash(code: int) -> Cell:
-    return {"status": FAILED, "error": f"the process ended with {code}"}
+    """Run them, some side by side."""
+    tasks: list[Task] = []
+    tasks += [task_of(turn, tasks, out) for turn in turns]
+    SharedCard(at_once=AT_ONCE, patience=PATIENCE_S, deadline=deadline).run(tasks)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -500,7 +563,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=["oomph", "peers"])
     parser.add_argument("--budgets", type=parse_budgets, default=(), help="as 24,40,unlimited")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
-    parser.add_argument("--row", help="run this row here, once a line is read from the input")
     parser.add_argument("--table", type=Path, nargs="+", help="print these files and run nothing")
     options = parser.parse_args(arguments)
     if options.table:
@@ -510,13 +572,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is None or not set(names) <= SUITES.keys():
         parser.error(f"give --out, and a --suite of {', '.join(SUITES)}")
     suites = [SUITES[name] for name in names]
-    if options.row:
-        _wait_for_turn(suites[0])
-        run_row(suites[0], options.row, options.budgets, options.out)
-        return
     deadline = time.monotonic() + options.time_limit
+    planning = min(PLANNING_S, options.time_limit)
     if options.only != "peers":
-        plan_all(suites, options.budgets, options.out, min(PLANNING_S, options.time_limit))
+        plan_all(suites, options.budgets, options.out, planning)
+    if options.only != "oomph":
+        find_places(suites, options.out, planning)
     turns = [
         turn
         for suite in suites
@@ -525,24 +586,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     take_turns(turns, options.out, deadline)
     for suite in suites:
         print(render(load(results_path(options.out, suite), _empty(suite))))
-
-
-def run_row(suite: Suite, row: str, budgets: Sequence[Budget], out: Path) -> None:
-    """Fill a row's cells in this process."""
-    if row == OOMPH:
-        for budget in budgets:
-            run_oomph(suite, budget, out)
-    else:
-        peer = next(peer for peer in suite.peers if peer.name == row)
-        run_peer(suite, peer, budgets, out)
-
-
-def _wait_for_turn(suite: Suite) -> None:
-    """Import what the model needs, then wait; the end of input means that nobody wants the row."""
-    with torch.device("meta"):
-        build_model(suite.job())
-    if not sys.stdin.readline():
-        sys.exit("nothing was asked for")
 
 
 if __name__ == "__main__":

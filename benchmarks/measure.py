@@ -30,7 +30,8 @@ from benchmarks.cases import Case, all_cases
 from benchmarks.memtracker import memtracker_peak
 from oomph.estimation import estimate
 from oomph.job import build_model, make_batch, make_optimizer
-from oomph.running.step import Stage, evaluate, train_step
+from oomph.running.evaluating import evaluate_batch
+from oomph.running.step import Stage, train_step
 
 #: A case that takes longer than this is given up.
 PATIENCE_S = 90
@@ -106,7 +107,7 @@ def run_case(case: Case, *, log_ops: bool) -> dict[str, Any]:
         else:
             train_step(stage, batch)
         close(phase)
-    evaluate(stage, batch)
+    evaluate_batch(stage, batch)
     close("eval")
     for tensor in model.state_dict().values():
         tensor.cpu()

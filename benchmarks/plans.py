@@ -1,9 +1,9 @@
-"""Plans against reality: `python -m benchmarks.plans --out OUT [--timed N] [--time-limit SECONDS]`.
+"""Plans against reality: `python -m benchmarks.plans --out OUT [--time-limit SECONDS]`.
 
 For many models and budgets a plan is made, with no use of the GPU, and then run in a process of its
-own under a cap that is the plan's budget. Prints how far the measured peaks are from the predicted
-ones, and which plans ran out. Writes `plans.json` into OUT after each pair; a second call goes on
-where the first one stopped. `--table FILE` prints what a file holds anywhere.
+own under a cap that is the plan's budget. Prints how far measured peaks and seconds are from the
+predicted ones, and which plans ran out. Writes `plans.json` into OUT after each pair; a second call
+goes on where the first one stopped. `--table FILE` prints what a file holds anywhere.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch._inductor.config
-
 from benchmarks.accuracy import statistics_line
 from benchmarks.real_steps import (
-    FAILED,
     OK,
     OUT_OF_MEMORY,
     attempt,
@@ -39,6 +35,7 @@ from benchmarks.real_steps import (
     run_steps,
     set_up,
 )
+from benchmarks.side_by_side import FAILED, TIMED_OUT, Seat, SharedCard, Task
 from oomph.errors import DoesNotFit
 from oomph.estimation import estimate
 from oomph.gpus import find_gpu
@@ -48,16 +45,16 @@ from oomph.planning.plan import Plan
 from oomph.planning.planner import plan as make_plan
 from oomph.rehearsal.hidden import device_overhead
 from oomph.running.applying import apply_choices
-from oomph.running.step import evaluate, train_step
+from oomph.running.evaluating import evaluate_batch
+from oomph.running.step import train_step
 
 GPU = "h200"
 DOES_NOT_FIT = "does not fit"
-TIMED_OUT = "timed out"
 
 #: Processes that plan at a time, and the seconds they all have together.
 PLANNERS, PLANNING_S = 16, 300
-#: Plans that run at a time, the device memory they may have together, and the seconds each has.
-AT_ONCE, ROOM, PATIENCE_S = 6, 125 << 30, 150
+#: Plans that run at a time, and the seconds each has.
+AT_ONCE, PATIENCE_S = 9, 150
 #: Parts of the untouched job's memory that are given as budgets.
 SHARES = (0.9, 0.6, 0.4)
 
@@ -188,7 +185,7 @@ def plan_pair(pair: Pair) -> tuple[str, Entry]:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def run_pair(pair: Pair, entry: Entry, *, timed: bool) -> Entry:
+def run_pair(pair: Pair, entry: Entry, seat: Seat) -> Entry:
     """Train under the plan and its cap, evaluate and save: all that the plan made promises for."""
     plan = Plan.from_dict(entry["plan"])
     job = pair.job()
@@ -203,71 +200,25 @@ def run_pair(pair: Pair, entry: Entry, *, timed: bool) -> Entry:
     )
     step = functools.partial(train_step, stage, training.batch)
     found: Entry = {"losses": run_steps(step, 2)}
-    if timed:
+    with seat.alone():
         found["seconds"] = clock(step, 3)
-    evaluate(stage, training.batch)
+    evaluate_batch(stage, training.batch)
     for tensor in training.model.state_dict().values():
         tensor.cpu()
     return found | peaks() | {"environment": environment()}
 
 
-def _child(pair: Pair, entry: Entry, timed: bool, pipe: Connection) -> None:
-    warnings.simplefilter("ignore")
-    # Several compile at once; each would take all cores.
-    torch._inductor.config.compile_threads = 3
-    pipe.send(attempt(functools.partial(run_pair, pair, entry, timed=timed)))
+def task_of(pair: Pair, entry: Entry, finish: Callable[[Pair, Entry], None]) -> Task:
+    """A planned pair as work for a process."""
 
+    def work(seat: Seat) -> None:
+        seat.tell(attempt(functools.partial(run_pair, pair, entry, seat)))
 
-def run_pairs(
-    pairs: Sequence[Pair],
-    document: Entry,
-    *,
-    at_once: int,
-    timed: bool,
-    deadline: float,
-    finish: Callable[[Pair, Entry], None],
-) -> None:
-    """Run planned pairs, several at once while the card has room for their budgets."""
-    context = multiprocessing.get_context("fork")
-    entries = document["pairs"]
-    waiting = sorted(pairs, key=lambda pair: -int(entries[pair.name]["budget"]))
-    running: dict[Pair, tuple[Any, Connection, float]] = {}
-    while waiting or running:
-        now = time.monotonic()
-        for pair in list(waiting):
-            used = sum(entries[other.name]["budget"] for other in running)
-            fits = used + entries[pair.name]["budget"] <= ROOM or not running
-            if now < deadline and len(running) < at_once and fits:
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_child, args=(pair, entries[pair.name], timed, theirs)
-                )
-                process.start()
-                theirs.close()
-                running[pair] = (process, ours, now)
-                waiting.remove(pair)
-        for pair, (process, pipe, since) in list(running.items()):
-            found = _outcome(pipe, since)
-            if found is not None or now > deadline:
-                process.kill()
-                process.join()
-                del running[pair]
-            if found is not None:
-                finish(pair, found)
-        if now > deadline:
-            return
+    def end(how: Entry) -> None:
+        if how:
+            finish(pair, how)
 
-
-def _outcome(pipe: Connection, since: float) -> Entry | None:
-    if pipe.poll(0.05):
-        try:
-            found: Entry = pipe.recv()
-        except EOFError:
-            return {"status": FAILED, "error": "the process died"}
-        return found
-    if time.monotonic() - since > PATIENCE_S:
-        return {"status": TIMED_OUT}
-    return None
+    return Task(needs=entry["budget"], work=work, hear=functools.partial(finish, pair), end=end)
 
 
 # -- saying it -------------------------------------------------------------------------------------
@@ -288,7 +239,7 @@ def render(document: Entry) -> str:
     ]
     if ratios:
         lines.append(
-            f"- seconds, measured ÷ predicted, {len(ratios)} timed alone: median"
+            f"- seconds, measured ÷ predicted, {len(ratios)} timed: median"
             f" {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
         )
     lines += [
@@ -348,39 +299,45 @@ def save(path: Path, document: Entry) -> None:
     part.replace(path)
 
 
-def measure(out: Path, *, timed: int, deadline: float) -> Entry:
+def measure(out: Path, *, deadline: float) -> Entry:
     """Plan and run what the file in `out` does not hold yet."""
     path = out / "plans.json"
     document = load(path, {"schema": 1, "pairs": {}})
-    pairs = all_pairs()
-    unplanned = [pair for pair in pairs if pair.name not in document["pairs"]]
+    entries = document["pairs"]
+    unplanned = [pair for pair in all_pairs() if pair.name not in entries]
     seconds = min(PLANNING_S, deadline - time.monotonic())
     for name, entry in in_parallel(plan_pair, unplanned, seconds=seconds):
-        document["pairs"][name] = entry
+        entries[name] = entry
         save(path, document)
         print(f"{name}: {entry.get('status', 'planned')}", flush=True)
+    card = SharedCard(at_once=AT_ONCE, patience=PATIENCE_S, deadline=deadline)
+    card.run(tasks_of(document, path))
+    return document
+
+
+def tasks_of(document: Entry, path: Path) -> list[Task]:
+    """What was planned and is not run yet, the largest first; the outcomes go into the file."""
+    entries: dict[str, Entry] = document["pairs"]
 
     def finish(pair: Pair, found: Entry) -> None:
-        where = found.pop("environment", {})
-        document.update(where)
-        document["pairs"][pair.name] |= found
+        document.update(found.pop("environment", {}))
+        entries[pair.name] |= found
         save(path, document)
         print(f"{pair.name}: {found['status']} {found.get('error', '')[-300:]}", flush=True)
 
-    planned = [pair for pair in pairs if "plan" in document["pairs"].get(pair.name, {})]
-    alone = planned[:: max(len(planned) // timed, 1)][:timed] if timed else []
-    together = [pair for pair in planned if pair not in alone]
-    for these, at_once, is_timed in ((together, AT_ONCE, False), (alone, 1, True)):
-        left = [pair for pair in these if "status" not in document["pairs"][pair.name]]
-        run_pairs(left, document, at_once=at_once, timed=is_timed, deadline=deadline, finish=finish)
-    return document
+    left = [
+        pair
+        for pair in all_pairs()
+        if "plan" in (entry := entries.get(pair.name, {})) and "status" not in entry
+    ]
+    left.sort(key=lambda pair: -int(entries[pair.name]["budget"]))
+    return [task_of(pair, entries[pair.name], finish) for pair in left]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, or print what was measured."""
     parser = argparse.ArgumentParser(prog="benchmarks.plans", description=__doc__)
     parser.add_argument("--out", type=Path, help="the folder for plans.json")
-    parser.add_argument("--timed", type=int, default=0, help="pairs to run alone and to time")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--table", type=Path, help="print this file and measure nothing")
     options = parser.parse_args(arguments)
@@ -388,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(render(json.loads(options.table.read_text())))
     elif options.out is not None:
         deadline = time.monotonic() + options.time_limit
-        print(render(measure(options.out, timed=options.timed, deadline=deadline)))
+        print(render(measure(options.out, deadline=deadline)))
     else:
         parser.error("give --out to measure, or --table to print")
 

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         BadCheckpoint,
         BadInput,
         CannotRehearse,
+        DiskDamaged,
         DiskFull,
         DoesNotFit,
+        HostMemoryFull,
         MissingExtra,
         OomphError,
         OutOfMemory,
@@ -55,11 +57,19 @@ if TYPE_CHECKING:
     from oomph.planning.limits import Limit, largest
     from oomph.planning.plan import Change, Plan
     from oomph.planning.planner import plan
+    from oomph.precision.controller import AdaptivePrecision, PrecisionEvent
+    from oomph.precision.report import PrecisionReport
     from oomph.rehearsal.phases import rehearse
     from oomph.rehearsal.timeline import Block, Category, Timeline
     from oomph.running.batches import Batches
     from oomph.running.elastic import Elastic, Event
     from oomph.running.evaluating import Evaluation
+    from oomph.running.inference import (
+        InferencePlan,
+        InferenceRun,
+        apply_inference,
+        plan_inference,
+    )
     from oomph.running.loading import Checkpoint, Resumed, load_checkpoint
     from oomph.running.run import Run, apply, fit, resume
     from oomph.techniques.technique import Fidelity
@@ -70,8 +80,10 @@ _HOMES = {
         "BadCheckpoint",
         "BadInput",
         "CannotRehearse",
+        "DiskDamaged",
         "DiskFull",
         "DoesNotFit",
+        "HostMemoryFull",
         "MissingExtra",
         "OomphError",
         "OutOfMemory",
@@ -111,11 +123,14 @@ _HOMES = {
     "planning.limits": ("Limit", "largest"),
     "planning.plan": ("Change", "Plan"),
     "planning.planner": ("plan",),
+    "precision.controller": ("AdaptivePrecision", "PrecisionEvent"),
+    "precision.report": ("PrecisionReport",),
     "rehearsal.phases": ("rehearse",),
     "rehearsal.timeline": ("Block", "Category", "Timeline"),
     "running.batches": ("Batches",),
     "running.elastic": ("Elastic", "Event"),
     "running.evaluating": ("Evaluation",),
+    "running.inference": ("InferencePlan", "InferenceRun", "apply_inference", "plan_inference"),
     "running.loading": ("Checkpoint", "Resumed", "load_checkpoint"),
     "running.run": ("Run", "apply", "fit", "resume"),
     "techniques.technique": ("Fidelity",),
@@ -123,6 +138,7 @@ _HOMES = {
 
 __all__ = [
     "GPU",
+    "AdaptivePrecision",
     "Advice",
     "BadCheckpoint",
     "BadInput",
@@ -137,6 +153,7 @@ __all__ = [
     "Checkpoint",
     "Choices",
     "Comparison",
+    "DiskDamaged",
     "DiskFull",
     "DoesNotFit",
     "Elastic",
@@ -145,6 +162,9 @@ __all__ = [
     "Event",
     "Explanation",
     "Fidelity",
+    "HostMemoryFull",
+    "InferencePlan",
+    "InferenceRun",
     "Job",
     "Ledgers",
     "Limit",
@@ -156,6 +176,8 @@ __all__ = [
     "PackedDataset",
     "Plan",
     "PlannedLimit",
+    "PrecisionEvent",
+    "PrecisionReport",
     "Prefetcher",
     "Resumed",
     "Run",
@@ -168,6 +190,7 @@ __all__ = [
     "WrongCheckpoint",
     "advise",
     "apply",
+    "apply_inference",
     "best_cards",
     "block_diagonal_mask",
     "check_packing",
@@ -189,6 +212,7 @@ __all__ = [
     "load_checkpoint",
     "pad_samples",
     "plan",
+    "plan_inference",
     "prefetched_bytes",
     "rehearse",
     "resume",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import json
-import subprocess
-import sys
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import frontier
 from benchmarks.frontier import (
+    CROWDED,
     OOMPH,
     SUITES,
+    Found,
     Suite,
     Turn,
     cap,
@@ -39,6 +42,7 @@ from benchmarks.frontier import (
 from benchmarks.peers import LLAMA_PEERS, Peer, checkpoint, compile_layers
 from benchmarks.plans import save
 from benchmarks.real_steps import Training, attempt, set_up
+from benchmarks.side_by_side import ROOM, Seat
 from oomph.job import Job
 from oomph.planning.planner import plan as make_plan
 from oomph.units import GIB
@@ -208,6 +212,11 @@ def test_what_ended_with_more_memory_ends_with_less(status: str) -> None:
     assert follows(cells, 64) == {**cells["unlimited"], "copied": True}
 
 
+def test_what_had_more_tensors_than_a_budget_holds_runs_out_under_it() -> None:
+    cells = {"unlimited": ok(1.0, reserved=26.0)}
+    assert follows(cells, 24) == {"status": "out of memory", "copied": True}
+
+
 def test_the_same_budget_tells_nothing() -> None:
     assert follows({"24": OUT}, 24) is None
 
@@ -218,9 +227,18 @@ def test_cells_that_are_there_are_not_run_again(tmp_path: Path) -> None:
     put(path, SUITE, "eager, mb4", None, ok(40000.0))
     put(path, SUITE, "eager, mb4", 24, OUT)
     left = turns_of(SUITE, (None, 24), "peers", tmp_path)
-    assert left == [Turn(suite=SUITE, row="eager, mb16", budgets=(24,))]
+    assert [(turn.row, turn.budgets) for turn in left] == [("eager, mb16", (24,))]
     put(path, SUITE, "eager, mb16", 24, OUT)
     assert turns_of(SUITE, (None, 24), "peers", tmp_path) == []
+
+
+def test_a_peer_has_the_place_it_is_thought_to_need(tmp_path: Path) -> None:
+    save(frontier.places_path(tmp_path, SUITE), {"eager, mb4": 20 * GIB})
+    turns = turns_of(SUITE, (None,), "peers", tmp_path)
+    assert {turn.row: turn.place for turn in turns} == {
+        "eager, mb16": ROOM,
+        "eager, mb4": 20 * GIB,
+    }
 
 
 def test_what_was_not_installed_is_tried_again() -> None:
@@ -242,12 +260,12 @@ def test_a_peer_that_is_not_installed_has_no_turn(
 
 def test_a_refused_budget_needs_no_run(tmp_path: Path) -> None:
     refusal = {"status": "does not fit", "smallest": 18 * GIB, "error": "no plan fits"}
-    for budget, answer in ((16, refusal), (24, {"kind": "oomph plan"})):
+    for budget, answer in ((16, refusal), (24, {"predicted": {"high": 23 * GIB}})):
         path = plan_path(tmp_path, SUITE, budget)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(answer))
     turns = turns_of(SUITE, (40, 24, 16), "oomph", tmp_path)
-    assert turns == [Turn(suite=SUITE, row=OOMPH, budgets=(24,))]
+    assert turns == [Turn(suite=SUITE, row=OOMPH, budgets=(24,), place=24 * GIB)]
     rows = json.loads(results_path(tmp_path, SUITE).read_text())["rows"]
     assert rows == {OOMPH: {"16": refusal}}
 
@@ -269,43 +287,62 @@ def caps(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     monkeypatch.setattr(frontier, "set_up", functools.partial(set_up, device="cpu"))
     monkeypatch.setattr(frontier, "begin", begin)
     monkeypatch.setattr(frontier, "clock", lambda step, count: float(step() > 0))
-    monkeypatch.setattr(frontier, "peaks", lambda: {"reserved": 50 * GIB, "retries": 0})
-    monkeypatch.setattr(frontier, "environment", dict)
+    peaks = {"allocated": 35 * GIB, "reserved": 50 * GIB, "retries": 0}
+    monkeypatch.setattr(frontier, "peaks", lambda: peaks)
     return seen
 
 
-def row_of(tmp_path: Path, row: str) -> dict[str, Any]:
-    return dict(json.loads(results_path(tmp_path, SUITE).read_text())["rows"][row])
+class Nobody(Seat):
+    """Beside nobody."""
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        yield
 
 
-def test_a_peer_runs_only_where_the_outcome_is_not_known(
-    tmp_path: Path, caps: list[int | None]
-) -> None:
-    frontier.run_peer(SUITE, SUITE.peers[1], (None, 64, 40, 24, 16), tmp_path)
-    assert caps == [None, 40 * GIB, 24 * GIB]
-    cells = row_of(tmp_path, "eager, mb4")
+SEAT = Nobody(pipe=None)  # type: ignore[arg-type]
+
+
+def test_a_peer_runs_only_where_the_outcome_is_not_known(caps: list[int | None]) -> None:
+    found = frontier.run_peer(SUITE, SUITE.peers[1], (None, 64, 40, 36, 24, 16), {}, SEAT)
+    cells = dict(found)
+    assert caps == [None, 40 * GIB, 36 * GIB]
     statuses = {budget: (cell["status"], "copied" in cell) for budget, cell in cells.items()}
     assert statuses == {
-        "unlimited": ("ok", False),
-        "64": ("ok", True),
-        "40": ("ok", False),
-        "24": ("out of memory", False),
-        "16": ("out of memory", True),
+        None: ("ok", False),
+        64: ("ok", True),
+        40: ("ok", False),
+        36: ("ok", False),
+        24: ("out of memory", True),
+        16: ("out of memory", True),
     }
-    assert cells["unlimited"]["rate"] == SUITE.items
-    assert len(cells["unlimited"]["losses"]) == 2
+    assert cells[None]["rate"] == SUITE.items
+    assert len(cells[None]["losses"]) == 2
 
 
-def test_oomph_runs_its_plan_and_keeps_what_was_promised(
-    tmp_path: Path, caps: list[int | None]
-) -> None:
+def test_a_peer_that_ran_before_knows_what_it_found(caps: list[int | None]) -> None:
+    found = frontier.run_peer(SUITE, SUITE.peers[1], (24,), {"40": OUT}, SEAT)
+    assert dict(found) == {24: {**OUT, "copied": True}}
+    assert caps == []
+
+
+def test_running_out_of_a_place_is_not_running_out_of_a_budget(caps: list[int | None]) -> None:
+    peer = SUITE.peers[1]
+    crowded = frontier.run_peer(SUITE, peer, (None, 20), {}, SEAT, 25 * GIB)
+    assert dict(crowded) == {None: {"status": CROWDED}}
+    held = frontier.run_peer(SUITE, peer, (20,), {}, SEAT, 25 * GIB)
+    assert dict(held) == {20: OUT}
+    assert caps == [25 * GIB, 20 * GIB]
+
+
+def test_oomph_runs_its_plan_and_keeps_what_was_promised(caps: list[int | None]) -> None:
     plan = make_plan(tiny_job(), budget=GIB)
+    cells: dict[str, Any] = {}
     for budget in (None, 64, 40):
-        save(plan_path(tmp_path, SUITE, budget), plan.as_dict())
-        frontier.run_row(SUITE, OOMPH, (budget,), tmp_path)
+        found = frontier.run_oomph(SUITE, plan, budget, cells, SEAT)
+        cells |= {frontier.key(at): cell for at, cell in found}
     # The plan for 64 GiB is the one that was run without a limit, and never reserved more.
     assert caps == [None, 40 * GIB]
-    cells = row_of(tmp_path, OOMPH)
     assert [cell["status"] for cell in cells.values()] == ["ok", "ok", "ok"]
     assert cells["64"]["copied"]
     assert cells["40"]["predicted"]["peak"] == plan.predicted.peak.as_dict()
@@ -316,14 +353,6 @@ def test_oomph_runs_its_plan_and_keeps_what_was_promised(
 # -- turns -----------------------------------------------------------------------------------------
 
 
-def pretend_rows(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    def start(turn: Turn, out: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", f"import sys, time; sys.stdin.readline(); {program}"]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, process_group=0)
-
-    monkeypatch.setattr(frontier, "_start", start)
-
-
 def take(tmp_path: Path, *, seconds: float = 60) -> dict[str, Any]:
     turns = turns_of(SUITE, (None, 24), "peers", tmp_path)
     take_turns(turns, tmp_path, time.monotonic() + seconds)
@@ -331,19 +360,52 @@ def take(tmp_path: Path, *, seconds: float = 60) -> dict[str, Any]:
     return dict(json.loads(path.read_text())["rows"]) if path.exists() else {}
 
 
+def pretend_rows(monkeypatch: pytest.MonkeyPatch, row: Any) -> None:
+    monkeypatch.setattr(frontier, "run_row", row)
+    monkeypatch.setattr(frontier, "environment", dict)
+
+
+def test_what_rows_find_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(turn: Turn, out: Path, seat: Seat) -> Found:
+        yield from ((budget, ok(1.0)) for budget in turn.budgets)
+
+    pretend_rows(monkeypatch, row)
+    both = {"unlimited": ok(1.0), "24": ok(1.0)}
+    assert take(tmp_path) == {"eager, mb16": both, "eager, mb4": both}
+
+
+def test_a_row_that_found_its_place_too_small_has_another_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(turn: Turn, out: Path, seat: Seat) -> Found:
+        if turn.place == ROOM:
+            yield from ((budget, ok(1.0)) for budget in turn.budgets)
+        else:
+            yield turn.budgets[0], OUT
+            yield turn.budgets[1], {"status": CROWDED}
+
+    save(frontier.places_path(tmp_path, SUITE), {"eager, mb4": 20 * GIB})
+    pretend_rows(monkeypatch, row)
+    assert take(tmp_path)["eager, mb4"] == {"unlimited": OUT, "24": ok(1.0)}
+
+
 def test_a_row_that_takes_too_long_timed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontier, "PATIENCE_S", 0.2)
-    pretend_rows(monkeypatch, "time.sleep(60)")
-    out_of_time = {"unlimited": {"status": "timed out"}, "24": {"status": "timed out"}}
-    assert take(tmp_path) == {"eager, mb16": out_of_time, "eager, mb4": out_of_time}
+    def row(turn: Turn, out: Path, seat: Seat) -> Found:
+        yield None, ok(1.0)
+        time.sleep(60)
+
+    monkeypatch.setattr(frontier, "PATIENCE_S", 0.5)
+    pretend_rows(monkeypatch, row)
+    cells = {"unlimited": ok(1.0), "24": {"status": "timed out"}}
+    assert take(tmp_path) == {"eager, mb16": cells, "eager, mb4": cells}
 
 
 def test_a_row_whose_process_dies_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_rows(monkeypatch, "sys.exit(3)")
+    pretend_rows(monkeypatch, lambda turn, out, seat: os._exit(3))
     rows = take(tmp_path)
     assert {cell["status"] for cells in rows.values() for cell in cells.values()} == {"failed"}
     assert "3" in rows["eager, mb4"]["24"]["error"]
@@ -352,8 +414,8 @@ def test_a_row_whose_process_dies_has_failed(
 def test_the_time_limit_leaves_cells_for_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_rows(monkeypatch, "time.sleep(60)")
-    assert take(tmp_path, seconds=0.2) == {}
+    pretend_rows(monkeypatch, lambda turn, out, seat: time.sleep(60))
+    assert take(tmp_path, seconds=0.3) == {}
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,11 @@ from benchmarks.plans import (
     overran,
     plan_pair,
     run_pair,
-    run_pairs,
     save,
+    tasks_of,
 )
 from benchmarks.real_steps import set_up
+from benchmarks.side_by_side import SharedCard
 from oomph.errors import DoesNotFit
 from oomph.job import Job
 from oomph.planning.planner import plan as make_plan
@@ -67,17 +69,14 @@ def run_out() -> dict[str, Any]:
     raise torch.OutOfMemoryError("no room")
 
 
-def run_all(pairs: list[Pair], *, at_once: int, seconds: float) -> dict[str, Any]:
-    found = {}
-    run_pairs(
-        pairs,
-        {"pairs": {pair.name: {"budget": 24 * GIB} for pair in pairs}},
-        at_once=at_once,
-        timed=False,
-        deadline=time.monotonic() + seconds,
-        finish=lambda pair, entry: found.update({pair.name: entry}),
-    )
-    return found
+def run_all(tmp_path: Path, pairs: list[Pair], *, seconds: float) -> dict[str, Any]:
+    """What the file holds of pairs that were run."""
+    file = tmp_path / "plans.json"
+    document = {"pairs": {pair.name: {"budget": 24 * GIB, "plan": {}} for pair in pairs}}
+    save(file, document)
+    card = SharedCard(at_once=4, patience=2, deadline=time.monotonic() + seconds)
+    card.run(tasks_of(document, file))
+    return dict(json.loads(file.read_text())["pairs"])
 
 
 def test_at_least_sixty_pairs_of_twenty_models() -> None:
@@ -119,33 +118,38 @@ def test_work_is_shared_among_processes_and_ends_in_time() -> None:
     assert time.monotonic() - began < 20
 
 
-def test_a_pair_trains_evaluates_and_is_timed_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_trains_evaluates_and_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def job() -> Job:
         tokens = torch.ones(4, 8, dtype=torch.long)
         return Job(tiny_model, None, "sgd", {"input_ids": tokens, "labels": tokens})
 
-    caps = []
-    evaluated = []
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
+        seen.append("alone")
+        yield
+        seen.append("together")
+
+    def clock(step: Callable[[], Any], count: int) -> float:
+        seen.append("clocked")
+        return float(step() > 0)
+
     monkeypatch.setattr(Pair, "job", lambda pair: job())
     monkeypatch.setattr(plans, "set_up", functools.partial(set_up, device="cpu"))
-    monkeypatch.setattr(plans, "begin", lambda training, budget: caps.append(budget))
-    monkeypatch.setattr(plans, "evaluate", lambda stage, batch: evaluated.append(stage))
-    monkeypatch.setattr(plans, "clock", lambda step, count: float(step() > 0))
+    monkeypatch.setattr(plans, "begin", lambda training, budget: seen.append(budget))
+    monkeypatch.setattr(plans, "evaluate_batch", lambda stage, batch: seen.append("evaluated"))
+    monkeypatch.setattr(plans, "clock", clock)
     monkeypatch.setattr(plans, "peaks", lambda: {"reserved": GIB})
     monkeypatch.setattr(plans, "environment", dict)
     entry = {"plan": make_plan(job(), budget=GIB).as_dict()}
-    alone = run_pair(all_pairs()[0], entry, timed=True)
-    beside = run_pair(all_pairs()[0], entry, timed=False)
-    assert caps == [GIB, GIB]
-    assert len(evaluated) == 2
-    assert alone["losses"] == beside["losses"]
-    assert alone["losses"][0] > alone["losses"][1]
-    assert alone["seconds"] == 1.0
-    assert "seconds" not in beside
+    found = run_pair(all_pairs()[0], entry, SimpleNamespace(alone=alone))  # type: ignore[arg-type]
+    assert seen == [GIB, "alone", "clocked", "together", "evaluated"]
+    assert found["losses"][0] > found["losses"][1]
+    assert found["seconds"] == 1.0
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-def test_pairs_end_in_their_own_ways(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_pairs_end_in_their_own_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = all_pairs()[:4]
     ends: dict[str, Callable[[], dict[str, Any]]] = {
         pairs[0].name: lambda: {"reserved": 1},
@@ -153,9 +157,8 @@ def test_pairs_end_in_their_own_ways(monkeypatch: pytest.MonkeyPatch, at_once: i
         pairs[2].name: lambda: os._exit(1),
         pairs[3].name: lambda: time.sleep(60) or {},  # type: ignore[func-returns-value]
     }
-    monkeypatch.setattr(plans, "PATIENCE_S", 2)
-    monkeypatch.setattr(plans, "run_pair", lambda pair, entry, timed: ends[pair.name]())
-    found = run_all(pairs, at_once=at_once, seconds=60)
+    monkeypatch.setattr(plans, "run_pair", lambda pair, entry, seat: ends[pair.name]())
+    found = run_all(tmp_path, pairs, seconds=60)
     assert [found[pair.name]["status"] for pair in pairs] == [
         "ok",
         "out of memory",
@@ -164,9 +167,22 @@ def test_pairs_end_in_their_own_ways(monkeypatch: pytest.MonkeyPatch, at_once: i
     ]
 
 
-def test_the_time_limit_leaves_pairs_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "run_pair", lambda pair, entry, timed: time.sleep(60))
-    assert run_all(all_pairs()[:2], at_once=1, seconds=0.3) == {}
+def test_the_time_limit_leaves_pairs_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "run_pair", lambda pair, entry, seat: time.sleep(60))
+    found = run_all(tmp_path, all_pairs()[:2], seconds=0.3)
+    assert not any("status" in entry for entry in found.values())
+
+
+def test_what_ran_is_not_run_again(tmp_path: Path) -> None:
+    ready, done, refused = all_pairs()[:3]
+    entries = {
+        ready.name: {"budget": GIB, "plan": {}},
+        done.name: {"budget": 2 * GIB, "plan": {}, "status": "ok"},
+        refused.name: {"budget": 3 * GIB, "status": "does not fit"},
+    }
+    assert [task.needs for task in tasks_of({"pairs": entries}, tmp_path)] == [GIB]
 
 
 def test_an_overrun_is_more_than_the_interval() -> None:
@@ -192,7 +208,7 @@ def test_the_table_counts_errors_and_names_what_ran_out(
     assert "reserved: median 1.000 %, 95 % 5.000 %, worst -5.000 %, exact to the byte 1 of 3" in (
         printed
     )
-    assert "1 timed alone: median 1.20" in printed
+    assert "1 timed: median 1.20" in printed
     assert "ran out of memory: 1 (d)" in printed
     assert "allocator gave cache back: 1 (b)" in printed
     assert "| b | 40.00 | 24.00 | 20.20 | +1.00 | 2 | ok |" in printed

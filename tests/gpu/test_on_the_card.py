@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import oomph
 from benchmarks.accuracy import LEDGERS, compare, measured_peaks
 from benchmarks.cases import all_cases
 from oomph.gpus import find_gpu
+from oomph.running.run import enforce
+from oomph.units import GIB
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +54,32 @@ def test_a_rehearsal_takes_no_memory_of_the_card() -> None:
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     compare(all_cases()[10], {"phases": {"step": dict.fromkeys(LEDGERS, 1)}})
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+def test_a_model_and_a_batch_on_the_card_are_planned_for_and_trained() -> None:
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(512, (4, 64), device="cuda")
+    batch = {"input_ids": tokens, "labels": tokens}
+    with oomph.fit(model, optimizer, None, batch, precision="bf16-mixed", time_blocks=True) as run:
+        losses = [float(run.step(batch)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_budget_is_enforced_on_a_card_without_a_number() -> None:
+    card = find_gpu(torch.cuda.get_device_name())
+    try:
+        enforce(8 * GIB, card, torch.device("cuda"))
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

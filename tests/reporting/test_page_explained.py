@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import pickle
 import re
@@ -11,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_page_cli import facts, oomph
+from test_page_document import Document
 
-from oomph import cli
 from oomph.explaining import watching
 from oomph.explaining.explanation import explain_values
 from oomph.explaining.meters import Reading, Refusal, Sample
@@ -71,20 +70,6 @@ class FullGpu:
         return False
 
 
-def oomph(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.run(arguments)
-    return code, out.getvalue(), err.getvalue()
-
-
-def facts(page: str) -> Any:
-    """The JSON that a page keeps."""
-    start = page.index('id="facts">') + len('id="facts">')
-    return json.loads(page[start : page.index("</script>", start)])
-
-
 def figures(page: str) -> dict[str, tuple[int, str]]:
     """Bytes and words of each figure, by where it is in the facts."""
     found = re.findall(r'<data value="(\d+)" data-key="([^"]+)">([^<]+)</data>', page)
@@ -112,6 +97,7 @@ def test_the_cause_comes_first_then_what_to_do() -> None:
 
 def test_figures_are_the_numbers_of_the_json() -> None:
     page = watched()
+    values = Document(page).embedded("facts")
     found = figures(page)
     assert list(found) == [
         "details.asked",
@@ -120,7 +106,7 @@ def test_figures_are_the_numbers_of_the_json() -> None:
         "ledgers.allocated",
     ]
     for key, (value, text) in found.items():
-        assert value == at(facts(page), key)
+        assert value == at(values, key)
         assert text == format_bytes(value)
 
 
@@ -157,7 +143,7 @@ def test_explain_writes_a_page_beside_its_answer(tmp_path: Path) -> None:
     code, out, _ = oomph("explain", str(snapshot), "--html", str(target), "--json")
     page = target.read_text()
     assert code == 0
-    assert facts(page) == json.loads(out)
+    assert facts(target) == json.loads(out)
     assert "</span> memory snapshot</p>" in page
     assert figures(page)["ledgers.reserved"] == (128 * MIB, "128.0 MiB")
 
@@ -194,7 +180,7 @@ def test_run_writes_a_page_only_where_memory_ran_out(
     assert code == 3
     assert err.splitlines()[-1] == f"oomph: the page is in {target}"
     page = target.read_text()
-    assert facts(page)["details"] == json.loads(report.read_text())
+    assert facts(target)["details"] == json.loads(report.read_text())
     assert "<h1>train.py</h1>" in page
     assert figures(page)["details.asked"][0] == 8 * MIB
 

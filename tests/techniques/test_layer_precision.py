@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from oomph.precision.ladder import Level
 from oomph.techniques.layer_precision import LayerPrecision, tf32_settings_kept
-from oomph.techniques.recompute import recompute
+from oomph.techniques.recompute import recompute, replace_forward
 
 
 class Middle(nn.Module):
@@ -175,3 +175,27 @@ def test_an_error_inside_leaves_autocast_and_tf32_as_they_were() -> None:
         undo()
         assert not torch.is_autocast_enabled("cpu")
         assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_compiled_layer_is_compiled_once_for_each_level() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def compile_as_it_is(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layer = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    plain = copy.deepcopy(layer)
+    compiled = torch.compile(layer.forward, backend=compile_as_it_is, dynamic=False)
+    replace_forward(layer, compiled)
+    both = LayerPrecision(layer, "cpu"), LayerPrecision(plain, "cpu")
+    counts = []
+    for level in (Level.FP32, Level.BF16, Level.FP8, Level.BF16, Level.FP8, Level.FP32):
+        undos = [one.apply(level) for one in both]
+        torch.testing.assert_close(gradients(layer), gradients(plain), rtol=0, atol=0)
+        counts.append(len(graphs))
+        for undo in undos:
+            undo()
+    assert counts[:3] == sorted(set(counts))
+    assert counts[3:] == [counts[2]] * 3

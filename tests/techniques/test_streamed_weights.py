@@ -448,9 +448,9 @@ def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("recomputes", "autocast"), [(False, False), (True, False), (False, True)])
 def test_compiled_blocks_are_compiled_once_and_give_the_same_bits(
-    recomputes: bool, monkeypatch: pytest.MonkeyPatch
+    recomputes: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change(block: nn.Module) -> None:
         if recomputes:
@@ -459,10 +459,16 @@ def test_compiled_blocks_are_compiled_once_and_give_the_same_bits(
         compile_block(block)
 
     with compiled_eagerly(monkeypatch) as graphs:
-        assert_same_training(Case(change=change), DeferredLink(eager=0.3))
-        assert len(graphs) == 1
+        case = Case(change=change, autocast=autocast)
+        plain, optimizer = case.make()
+        case.step(plain, optimizer, 0)
+        compiled_plainly = len(graphs)
+        assert compiled_plainly
+        assert_same_training(case, DeferredLink(eager=0.3))
+        # Autocast without its cache is another way to run it, for PyTorch's compiler.
+        assert len(graphs) <= compiled_plainly + autocast
         link = CountingLink(InstantLink())
-        streaming = Streaming(Case(change=change), link)
+        streaming = Streaming(case, link)
         for seed in range(2):
             streaming.step(seed)
         assert link.most == 2
@@ -577,6 +583,31 @@ def test_a_write_that_fails_leaves_no_half_of_a_block_behind() -> None:
             net(tokens)
     streamed.written(net.blocks[0].scale)
     assert torch.equal(net(tokens), plain(tokens))
+
+
+def test_a_backward_that_needs_weights_from_before_a_step_is_refused() -> None:
+    streaming = Streaming(Case(blocks=["embed", *BLOCKS, "head"]), InstantLink())
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    early, late = (streaming.net(tokens).sum() for _ in range(2))
+    late.backward()
+    streaming.optimizer.step()
+    with pytest.raises(BadInput, match="changed after the forward"):
+        early.backward()
+    streaming.optimizer.zero_grad()
+    streaming.step(0)
+
+
+def test_a_block_that_writes_to_its_own_weights_is_refused() -> None:
+    class Writing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    model = nn.Sequential(Writing(4, 4))
+    StreamedWeights(model, ["0"], InstantLink())
+    with pytest.raises(BadInput, match="writes to its own weights"):
+        model(torch.ones(1, 4))
 
 
 def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:

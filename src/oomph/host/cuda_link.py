@@ -60,7 +60,7 @@ class CudaLink:
                 earlier.finish()
         with torch.cuda.stream(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         done.record(stream)
         return _CudaCopy(self._device, done, source, target)
 

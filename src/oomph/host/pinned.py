@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.host.limits import check_host_memory
+
 log = logging.getLogger("oomph")
 
 
@@ -27,6 +29,7 @@ class PinnedMemory:
 
     def take(self, nbytes: int) -> Tensor:
         """So many bytes, pinned; pageable, which is several times slower, where that is refused."""
+        check_host_memory(nbytes, "what leaves the GPU")
         pages = mmap.mmap(-1, max(nbytes, 1))  # anonymous, page-aligned, given back when unused
         memory = torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
         if not self._refused:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from oomph.errors import CannotRehearse
 from oomph.gpus import GPU
 from oomph.job import Job, batch_size, make_batch
-from oomph.planning.choices import RECOMPUTE, Choices
+from oomph.planning.choices import RECOMPUTE, Choices, offloaded
 from oomph.planning.solver import Chain, ChainBlock, Option, Solution
 from oomph.planning.survey import Survey
 from oomph.rehearsal.phases import END_OF_STEP, rehearse
@@ -146,8 +146,9 @@ class _Heard:
 def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Choices) -> Audition:
     """Hear every block with every option of its menu under these choices."""
     members = Counter(block.kind for block in found.blocks)
+    away = (offloaded(RECOMPUTE),) if choices.leaves else ()
     menus = {
-        block.path: found.options(block)[: MOST_ROUNDS * members[block.kind]]
+        block.path: (*away, *found.options(block))[: MOST_ROUNDS * members[block.kind]]
         for block in found.blocks
     }
     rounds = _rounds(found, menus)
@@ -196,7 +197,7 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         )
 
     as_heard = result(choices, waits)
-    if not waits or gpu is None or choices.precision == "fp16-mixed":
+    if not waits or gpu is None or choices.precision == "fp16-mixed" or choices.leaves:
         return as_heard
     graphed = result(
         dataclasses.replace(choices, cuda_graph=True, optimizer_in_backward=False), waits=False

@@ -15,7 +15,7 @@ from oomph.planning.audition import (
     step_effort,
     with_even_parts,
 )
-from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices, on_the_gpu
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline
@@ -127,6 +127,11 @@ def _differences(after: Choices) -> list[_Difference]:
         # Where a weight is used twice, its gradients are then added before they are rounded.
         _Difference(technique="autocast's copies", field="cast_cache", fidelity=Fidelity.ROUNDING),
         _Difference(technique="optimizer state", field="low_bit_state", fidelity=Fidelity.LOSSY),
+        _Difference(
+            technique="optimizer",
+            field="optimizer_on",
+            with_it=("host_share", "gradient_room"),
+        ),
         _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
@@ -154,6 +159,8 @@ def _say(technique: str, choices: Choices) -> str:
             return choices.weights
         case "autocast's copies":
             return "kept" if choices.cast_cache else "dropped"
+        case "optimizer":
+            return say_place(choices)
         case "products":
             return "FP8 inside blocks" if choices.fp8 else "as they are"
         case "CUDA graph":
@@ -164,9 +171,19 @@ def _say(technique: str, choices: Choices) -> str:
             return choices.allocator or "default"
 
 
+def say_place(choices: Choices) -> str:
+    """Where the optimizer is, and who steps it."""
+    if choices.optimizer_on == "gpu":
+        return "on the GPU"
+    words = "state on the host"
+    if choices.host_share:
+        words += f", {choices.host_share:.0%} stepped there"
+    return words + (", gradients too" if choices.gradient_room == 0 else "")
+
+
 def say_blocks(choices: Choices) -> str:
     """How many blocks are recomputed, and how many of them but in part."""
-    counts = Counter(choices.blocks.values())
+    counts = Counter(map(on_the_gpu, choices.blocks.values()))
     total, kept = len(choices.blocks), counts[KEEP]
     whole = counts[RECOMPUTE]
     partly = total - kept - whole
@@ -174,4 +191,6 @@ def say_blocks(choices: Choices) -> str:
         return "no blocks"
     words = [f"{whole} of {total} blocks"] if whole else []
     words += [f"{partly} of {total} in part"] if partly else []
+    away = len(choices.offloaded)
+    words += [f"what {away} of {total} save is on the host"] if away else []
     return ", ".join(words) or "none"

@@ -12,6 +12,7 @@ from oomph.errors import BadInput
 from oomph.job import Precision
 
 Weights = Literal["own", "bf16 with fp32 masters"]
+Place = Literal["gpu", "host"]
 
 #: How a block's activations get to backward.
 KEEP = "keep"
@@ -44,6 +45,12 @@ class Choices:
     cast_cache: bool = True
     """Whether autocast keeps its half-precision copies of the weights for a whole forward."""
     low_bit_state: bool = False
+    optimizer_on: Place = "gpu"
+    """Where the optimizer's state, and masters where there are, wait between steps."""
+    host_share: float = 0.0
+    """The part of all parameters whose steps the host's cores make; the GPU makes the others."""
+    gradient_room: int | None = None
+    """Bytes of gradients that wait on the GPU for the norm of all; the others wait on the host."""
     fp8: bool = False
     """Whether the linear layers of the blocks multiply in FP8."""
     cuda_graph: bool = False
@@ -64,6 +71,21 @@ class Choices:
             raise BadInput(f"a chunk of the loss has at least one row, not {self.loss_chunk}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise BadInput(f"a micro-batch has at least one sample, not {self.micro_batch}")
+        if self.optimizer_on not in get_args(Place):
+            raise BadInput(f"an optimizer is on gpu or host, not on {self.optimizer_on!r}")
+        if self.optimizer_on == "host" and (
+            self.cuda_graph or self.optimizer_in_backward or self.low_bit_state
+        ):
+            raise BadInput(
+                "an optimizer on the host is stepped in its own time, with its own state: not in"
+                " backward, not beside a CUDA graph, not in 8 bits"
+            )
+        if self.optimizer_on == "gpu" and (self.host_share or self.gradient_room is not None):
+            raise BadInput("the host has no share of an optimizer that is on the GPU")
+        if not 0 <= self.host_share <= 1:
+            raise BadInput(f"the host's share is between 0 and 1, not {self.host_share}")
+        if self.gradient_room is not None and self.gradient_room < 0:
+            raise BadInput(f"gradients cannot have {self.gradient_room} bytes")
         if self.cuda_graph and self.optimizer_in_backward:
             raise BadInput("a captured micro-batch cannot step the optimizer in its backward")
         if self.weights not in get_args(Weights):
@@ -78,6 +100,11 @@ class Choices:
     def offloaded(self) -> list[str]:
         """The paths of the blocks whose saved tensors wait on the host."""
         return [path for path, how in self.blocks.items() if is_offloaded(how)]
+
+    @property
+    def leaves(self) -> bool:
+        """Whether anything waits outside the GPU."""
+        return self.optimizer_on != "gpu" or bool(self.offloaded)
 
     @property
     def lasting(self) -> Choices:
@@ -121,6 +148,8 @@ class Choices:
 _KINDS: dict[str, tuple[type, ...]] = {
     "micro_batch": (int, type(None)),
     "loss_chunk": (int, type(None)),
+    "gradient_room": (int, type(None)),
+    "host_share": (int, float),
     "blocks": (dict,),
     "compiled_others": (list,),
 }

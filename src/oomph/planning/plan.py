@@ -126,6 +126,8 @@ class Predicted:
     """In a step."""
     tokens: int
     """In a step; 0 where the batch holds none."""
+    host: int = 0
+    """Bytes of host memory for what leaves the GPU."""
 
     @property
     def rate(self) -> str:

@@ -26,7 +26,7 @@ from oomph.errors import BadInput, CannotRehearse, DoesNotFit
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, batch_size, make_batch
-from oomph.planning.audition import Audition, audition, count_parts
+from oomph.planning.audition import Audition, audition, count_parts, step_effort
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.changes import describe_changes, fusing_rounds
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Weights
@@ -55,6 +55,8 @@ MASTERS: Weights = "bf16 with fp32 masters"
 WORTH_HEARING = 1e-6
 #: The part of the budget that is left for fragmentation before any plan is checked.
 FIRST_MARGIN = 0.015
+#: How much slower than without a limit a plan must be for others to leave the GPU.
+LEAVE_FROM = 1.05
 #: What it takes, at a guess, to give cached memory back and ask for it anew.
 RETRY_SECONDS = 4e-3
 #: How often a plan that failed its check is solved again with less room.
@@ -132,6 +134,8 @@ class _Candidate:
     heard: Audition = dataclasses.field(compare=False)
     solution: Solution = dataclasses.field(compare=False)
     choices: Choices = dataclasses.field(compare=False)
+    rehearsed: float | None = dataclasses.field(default=None, compare=False)
+    """Seconds of the whole step with all its copies, where something leaves the GPU."""
 
 
 @dataclass(kw_only=True)
@@ -150,6 +154,8 @@ class Planner:
     made_for: MadeFor | None = None
     _weights: str | None = None
     """The way to hold the weights that was best for the first size."""
+    _leaving: bool = False
+    """Whether what leaves the GPU is heard."""
     _like: Choices | None = None
     """What all plans share from now on; None while there is no plan yet."""
     _timed: tuple[Times, Audition] | None = None
@@ -163,7 +169,7 @@ class Planner:
             self._look()
             self._hear_all()
             self._time_the_best()
-            estimate, candidate = self._check_until_one_fits()
+            estimate, candidate = self._choose()
             changes = self._changes(candidate, estimate)
         finally:
             forget_compiled()
@@ -176,10 +182,11 @@ class Planner:
         """
         began = time.perf_counter()
         self.budget, self._like = budget, plan.choices.lasting
+        self._leaving = plan.choices.leaves
         try:
             self._look()
             self._hear_all()
-            estimate, candidate = self._check_until_one_fits()
+            estimate, candidate = self._choose()
         finally:
             forget_compiled()
         made = self._report(candidate, estimate, (), time.perf_counter() - began)
@@ -232,6 +239,10 @@ class Planner:
             if 0 < at < len(sizes) and at % 2 and may_win(at):
                 hear(at)
 
+    def _unlimited(self) -> float:
+        """Seconds of a step if memory did not matter."""
+        return min(one.fastest for heard in self.heard for one in self._chunked(heard))
+
     def _micro_batches(self) -> list[int | None]:
         total = batch_size(self.batch)
         if self.found.whole_because:
@@ -271,7 +282,17 @@ class Planner:
             bases += [dataclasses.replace(one, low_bit_state=True) for one in bases]
         if self._may_multiply_in_fp8(plain):
             bases += [dataclasses.replace(one, fp8=True) for one in bases]
-        return bases
+        return [away for one in bases for away in self._away(one)] if self._leaving else bases
+
+    def _away(self, base: Choices) -> list[Choices]:
+        """The same with the optimizer on the host."""
+        if base.low_bit_state:
+            return []
+        away = dataclasses.replace(base, optimizer_on="host", optimizer_in_backward=False)
+        if self.job.clip_norm is None and base.precision != "fp16-mixed":
+            return [away]
+        # The norm of all gradients is known late: they wait here or there.
+        return [away, dataclasses.replace(away, gradient_room=0)]
 
     def _base(self, plain: Choices, size: int | None) -> Choices:
         """The same with micro-batches of this size, and what goes with that."""
@@ -432,23 +453,38 @@ class Planner:
 
     # -- checking ---------------------------------------------------------------------------------
 
-    def _check_until_one_fits(self) -> tuple[Estimate, _Candidate]:
+    def _choose(self) -> tuple[Estimate, _Candidate]:
+        """The fastest that passes its check; where it is slow for it, with what leaves the GPU."""
+        found = self._check_until_one_fits()
+        slow = found is None or found[0] > LEAVE_FROM * self._unlimited()
+        may_leave = self.gpu is not None and self.found.steps_per_parameter
+        if slow and may_leave and self._like is None:
+            self._leaving, self._weights = True, None
+            self._hear_all()
+            away = self._check_until_one_fits()
+            found = min(filter(None, (found, away)), key=lambda one: one[0], default=None)
+        return found[1:] if found is not None else self._refuse()
+
+    def _check_until_one_fits(self) -> tuple[float, Estimate, _Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
         rooms = self._rooms()
         best: tuple[float, Estimate, _Candidate] | None = None
         checked: set[str] = set()
         for _ in range(MOST_CHECKS):
             candidate = self._fastest(rooms, checked)
-            if candidate is None:
+            if candidate is None or (best is not None and candidate.seconds > best[0]):
                 break
             checked.add(str(candidate.choices))
             room = rooms[_kind(candidate.choices)]
             estimate, candidate = self._check_simplest(candidate, room)
             if estimate.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
-                seconds = candidate.seconds + estimate.allocator_retries * RETRY_SECONDS
+                seconds = candidate.rehearsed or candidate.seconds
+                seconds += estimate.allocator_retries * RETRY_SECONDS
                 if best is None or seconds < best[0]:
                     best = (seconds, estimate, candidate)
+                if candidate.rehearsed is not None and not estimate.allocator_retries:
+                    continue  # copies take longer than it seemed: another may be faster
                 if not estimate.allocator_retries or best[0] < seconds:
                     break
                 missing = room // 100
@@ -457,7 +493,7 @@ class Planner:
             else:
                 missing = max(estimate.smallest_budget - self.budget, room // 200)
             rooms[_kind(candidate.choices)] = min(room, candidate.solution.peak) - missing
-        return best[1:] if best is not None else self._refuse()
+        return best
 
     def _fastest(self, rooms: _Rooms, without: set[str]) -> _Candidate | None:
         """The fastest way to run the job in its room that was not checked yet."""
@@ -465,6 +501,7 @@ class Planner:
         found = [
             candidate
             for heard in self.heard
+            if heard.choices.leaves is self._leaving
             if like is None or heard.choices.lasting == like
             for candidate in self._solutions(heard, rooms)
             if str(candidate.choices) not in without
@@ -511,6 +548,10 @@ class Planner:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
         self.say("checking a plan by rehearsing it")
         timeline = rehearse(self.job, self.gpu, PHASES, choices=candidate.choices, clock=self.clock)
+        if candidate.choices.leaves:
+            parts = count_parts(self.job, candidate.choices.micro_batch)
+            rehearsed = step_effort(timeline, parts).seconds(self.clock)
+            candidate = dataclasses.replace(candidate, rehearsed=rehearsed)
         plain = self._judge(timeline, "")
         if self.gpu is None or (plain.fits and not plain.allocator_retries):
             return plain, candidate
@@ -561,14 +602,15 @@ class Planner:
                 "micro-batches draw other random numbers than the whole batch would; each is as"
                 " random"
             )
-        unlimited = min(one.fastest for heard in self.heard for one in self._chunked(heard))
-        seconds = candidate.heard.seconds(candidate.solution)
+        unlimited = self._unlimited()
+        seconds = candidate.rehearsed or candidate.heard.seconds(candidate.solution)
         return Plan(
             made_for=self.made_for,
             budget=self.budget,
             choices=candidate.choices,
             predicted=Predicted(
                 peak=estimate.peak,
+                host=estimate.timeline.host_bytes,
                 high=estimate.interval["device"].high,
                 categories_at_peak=estimate.categories_at_peak,
                 seconds=seconds,
@@ -601,12 +643,13 @@ class Planner:
 
 
 #: By kind of choices: bytes that the solver may plan with.
-_Rooms = defaultdict[bool, int]
+_Kind = tuple[bool, bool]
+_Rooms = defaultdict[_Kind, int]
 
 
-def _kind(choices: Choices) -> bool:
+def _kind(choices: Choices) -> _Kind:
     """Choices of one kind miss the solver's numbers alike: a graph has a pool of its own."""
-    return choices.cuda_graph
+    return choices.cuda_graph, choices.leaves
 
 
 class _Times(NamedTuple):

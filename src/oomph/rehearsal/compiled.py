@@ -34,6 +34,7 @@ from oomph.errors import CannotRehearse, OomphError
 from oomph.planning.choices import KEEP, saved_ops
 from oomph.rehearsal.fusion import Program, schedule
 from oomph.rehearsal.recorder import Bare, Recorder
+from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
 from oomph.techniques.recompute import KINDS, replace_forward
 from oomph.techniques.technique import Undo
 
@@ -232,6 +233,7 @@ class _TracedEnough(Exception):
 
 
 def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Traced:
+    from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
     casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -256,6 +258,8 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
         (tuple(t.shape), t.stride(), t.dtype, t.requires_grad, t.is_floating_point())
         for t in call.tensors
     ]
+    with config.patch(FALLBACK_RANDOM):
+        decompositions = select_decomp_table()
     with _untouched(recorder):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         twins = []
@@ -267,7 +271,7 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
             flat,
             fw_compiler=lambda graph, _: graph,
             partition_fn=keep,
-            decompositions=select_decomp_table(),
+            decompositions=decompositions,
         )
         with (
             contextlib.suppress(_TracedEnough),

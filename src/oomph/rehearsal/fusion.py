@@ -114,6 +114,9 @@ class _Scheduler:
                 continue
             for source in node.all_input_nodes:
                 users[root[source]].add(node)
+            if _is_item(node):
+                written.update((node, node.all_input_nodes[0]))
+                continue
             if _is_fused(node):
                 continue
             # A kernel of its own reads and writes buffers.
@@ -152,8 +155,13 @@ class _Scheduler:
             for node in self._nodes
             if node.op == "call_function" and node in self._written and self._root[node] is node
         ]
-        reads = {node: self._reads(node, self._written) for node in written}
-        kernels = _in_order(_fuse_side_by_side(written, reads), reads)
+        writers = [node for node in written if not _is_item(node)]
+        reads = {node: self._reads(node, self._written) for node in writers}
+        kernels = _in_order(_fuse_side_by_side(writers, reads), _by_writer(reads))
+        # Each of several results is a buffer, and the kernel that has them writes them all.
+        for kernel in kernels:
+            kernel += [item for node in kernel for item in node.users if _is_item(item)]
+        reads.update({node: set() for node in written if _is_item(node)})
         last_use: dict[fx.Node, int] = {}
         for at, kernel in enumerate(kernels):
             for node in kernel:
@@ -185,8 +193,9 @@ def _fuse_side_by_side(nodes: list[fx.Node], reads: _Reads) -> list[_Kernel]:
     kernels: list[_Kernel] = []
     before: dict[fx.Node, set[fx.Node]] = {}
     """All nodes that must have run, by node."""
+    waits = _by_writer(reads)
     for node in nodes:
-        before[node] = set().union(*({s, *before.get(s, ())} for s in reads[node]), set())
+        before[node] = set().union(*({s, *before.get(s, ())} for s in waits[node]), set())
     for node in nodes:
         if _is_fused(node) and not _is_reduction(node):
             for kernel in reversed(kernels):
@@ -216,6 +225,14 @@ def _may_join(
     return not any(before.get(other, set()) & members for other in between) and not any(
         member in before[node] for member in kernel
     )
+
+
+def _by_writer(reads: _Reads) -> _Reads:
+    """The same, with the op that has several results instead of the one of them that is read."""
+    return {
+        node: {s.all_input_nodes[0] if _is_item(s) else s for s in sources}
+        for node, sources in reads.items()
+    }
 
 
 def _in_order(kernels: list[_Kernel], reads: _Reads) -> list[_Kernel]:
@@ -264,16 +281,21 @@ def _step(kernel: _Kernel, reads: _Reads, dying: list[fx.Node]) -> Step:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The node that this one is a view of, or an item of several results."""
-    if node.op != "call_function":
+    """The node that this one is a view of; an item of several views is one of what they view."""
+    if node.op != "call_function" or _is_item(node):
         return None
     if node.target is operator.getitem:
-        return node.all_input_nodes[0]
+        return _viewed(node.all_input_nodes[0])
     is_view = isinstance(node.target, torch._ops.OpOverload) and (
         node.target.is_view or node.target in _VIEWS
     )
     sources: list[fx.Node] = node.all_input_nodes
     return sources[0] if is_view and sources else None
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Whether a node is one of several results of an op, which are no views."""
+    return node.target is operator.getitem and _viewed(node.all_input_nodes[0]) is None
 
 
 _VIEWS = {aten._unsafe_view.default, aten.reshape.default, aten.alias.default}
@@ -308,8 +330,12 @@ def _numel(node: fx.Node) -> int:
 
 
 def _nbytes(node: fx.Node) -> int:
-    """Bytes of all results; items of several results share their node's life."""
-    return sum(_tensor_bytes(tensor) for tensor in _tensors(_value(node)))
+    """Bytes of a result; of several results, those that nobody asks for."""
+    value = _value(node)
+    if isinstance(value, (tuple, list)):
+        items = {user.args[1] for user in node.users if _is_item(user)}
+        value = [one for at, one in enumerate(value) if at not in items]
+    return sum(_tensor_bytes(tensor) for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

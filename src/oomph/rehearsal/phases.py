@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from oomph.errors import BadInput, CannotRehearse, OomphError, UnknownName
 from oomph.gpus import GPU
+from oomph.host.link import InstantLink
 from oomph.job import (
     Job,
     batch_size,
@@ -30,6 +31,7 @@ from oomph.planning.choices import Choices
 from oomph.rehearsal.compiled import stand_in_for_compiled
 from oomph.rehearsal.copying import HostCopyMode
 from oomph.rehearsal.graph import RehearsedCapture
+from oomph.rehearsal.link import RehearsedLink
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import tensors_in
@@ -99,7 +101,7 @@ def _rehearse(
 ) -> None:
     device = "cuda" if gpu is not None else "cpu"
     with recorder.phase("build"):
-        actors = _fake_actors(job if choices is None else replace(job, checkpointing="none"))
+        actors = fake_actors(job if choices is None else replace(job, checkpointing="none"))
         recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
         model = actors.model.to(device)
         _follow_modules(model, recorder)
@@ -112,7 +114,7 @@ def _rehearse(
         batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, actors.batch)
         recorder.categorise(list(tensors_in(batch)), Category.INPUT)
         _mark_gradients(model, recorder)
-        stage = _set_stage(job, model, optimizer, device, choices, recorder)
+        stage = _set_stage(job, model, optimizer, gpu, choices, recorder)
     if watch is not None:
         watch(model, optimizer, recorder)
     if optimizer is not None:
@@ -143,10 +145,11 @@ def _set_stage(
     job: Job,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    device: str,
+    gpu: GPU | None,
     choices: Choices | None,
     recorder: Recorder,
 ) -> Stage:
+    device = "cuda" if gpu is not None else "cpu"
     if choices is None or optimizer is None:
         return Stage(
             job=job,
@@ -163,6 +166,7 @@ def _set_stage(
         device_type=device,
         compile_with=functools.partial(stand_in_for_compiled, recorder=recorder),
         capture_with=RehearsedCapture(recorder),
+        link_with=lambda _: RehearsedLink(recorder, gpu) if gpu is not None else InstantLink(),
     )
     stage.weigher = None  # how many targets a batch has is nothing that fake tensors know
     return stage
@@ -170,6 +174,9 @@ def _set_stage(
 
 def _make_state(optimizer: torch.optim.Optimizer, stage: Stage) -> None:
     """Have the optimizer make its state, as its first step would."""
+    if stage.host is not None:
+        stage.host.make_state()
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
@@ -180,7 +187,7 @@ def _make_state(optimizer: torch.optim.Optimizer, stage: Stage) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Actors:
+class Actors:
     """The job's model, batch and optimizer as fake tensors on the host."""
 
     model: nn.Module
@@ -201,7 +208,8 @@ class _Actors:
         return optimizer
 
 
-def _fake_actors(job: Job) -> _Actors:
+def fake_actors(job: Job) -> Actors:
+    """The job's model, batch and optimizer, faked."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     assert isinstance(mode, FakeTensorMode)
     optimizer = job.optimizer if isinstance(job.optimizer, torch.optim.Optimizer) else None
@@ -217,7 +225,7 @@ def _fake_actors(job: Job) -> _Actors:
     else:
         with mock.patch.object(LazyModuleMixin, "__init__", _refuse_lazy):
             model = build_model(job)
-    return _Actors(model=model, batch=_fake_batch(job), optimizer=optimizer, job=job)
+    return Actors(model=model, batch=_fake_batch(job), optimizer=optimizer, job=job)
 
 
 def _move_state(optimizer: torch.optim.Optimizer, recorder: Recorder, device: str) -> None:

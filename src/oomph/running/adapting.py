@@ -8,6 +8,7 @@ of floating-point sums.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,7 +203,8 @@ class Adapting:
 def why_too_long(plan: Plan, shapes: Shapes) -> str:
     """Why a plan is not for a batch of these shapes; empty where it is.
 
-    More samples make more micro-batches; longer ones were not planned for.
+    More samples make more micro-batches, or are shorter, so that they hold no more in all; longer
+    ones were not planned for.
     """
     planned = plan.made_for.batch
     if len(shapes) != len(planned):
@@ -210,7 +212,8 @@ def why_too_long(plan: Plan, shapes: Shapes) -> str:
             f"the plan is for batches of {len(planned)} tensors, and this one has {len(shapes)};"
             " plan with a batch like those there will be"
         )
-    first = 0 if plan.choices.micro_batch is None else 1
+    no_more = sum(map(math.prod, shapes)) <= sum(map(math.prod, planned))
+    first = 0 if plan.choices.micro_batch is None and not no_more else 1
     for now, then in zip(shapes, planned, strict=True):
         longer = (a > b for a, b in zip(now[first:], then[first:], strict=False))
         if len(now) != len(then) or any(longer):

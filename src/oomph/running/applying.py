@@ -12,8 +12,17 @@ import torch
 from torch import nn
 
 from oomph.errors import BadInput
+from oomph.host.link import Link
+from oomph.host.open_link import open_link
 from oomph.job import Job
-from oomph.planning.choices import KEEP, Choices, saved_ops
+from oomph.planning.choices import (
+    KEEP,
+    Choices,
+    is_offloaded,
+    offloaded_tensors,
+    on_the_gpu,
+    saved_ops,
+)
 from oomph.running.optimizer_pieces import OptimizerPieces
 from oomph.running.step import Stage
 from oomph.techniques.allocator_settings import set_allocator
@@ -23,9 +32,11 @@ from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
 from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
 from oomph.techniques.fused_optimizer import fuse_optimizer
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, why_whole
+from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 from oomph.techniques.recompute import recompute
 from oomph.techniques.technique import Undo
@@ -45,6 +56,7 @@ def apply_choices(
     device_type: str,
     compile_with: Compile | None = None,
     capture_with: Capture = capture_on_the_card,
+    link_with: Callable[[str], Link] = open_link,
 ) -> tuple[Stage, Undo]:
     """Change model and optimizer in place; whatever fails, they are as they were before."""
     applied = Applied(
@@ -55,6 +67,7 @@ def apply_choices(
         device_type=device_type,
         compile_with=compile_with,
         capture_with=capture_with,
+        link_with=link_with,
     )
     return applied.stage, applied.undo
 
@@ -76,6 +89,7 @@ class Applied:
         device_type: str,
         compile_with: Compile | None = None,
         capture_with: Capture = capture_on_the_card,
+        link_with: Callable[[str], Link] = open_link,
     ) -> None:
         refuse_applied(model)
         _check_whole(choices, job, model)
@@ -93,6 +107,9 @@ class Applied:
         self.job = job
         self._compile_with = compile_with
         self._capture_with = capture_with
+        self._link_with = link_with
+        self._link: Link | None = None
+        self._offload: ActivationOffload | None = None
         #: What is applied of what can be switched, in this order.
         self._parts: dict[_Part, Undo] = {}
         self._undos = self._apply()
@@ -105,6 +122,7 @@ class Applied:
             do = undos.callback
             setattr(model, _MARK, True)
             do(delattr, model, _MARK)
+            do(self._close_link)
             do(self._change_parts, ())
             self._change_parts([part for part in parts if part.technique == _ALLOCATOR])
             if choices.precision == "tf32":
@@ -124,6 +142,8 @@ class Applied:
             self.stage.pieces = OptimizerPieces(optimizer, masters)
             do(self._change_parts, ())  # those of modules go before what lasts
             self._change_parts(parts)
+            if choices.optimizer_on == "host":
+                do(self._move_optimizer(choices))
             return undos.pop_all()
 
     @contextlib.contextmanager
@@ -192,14 +212,67 @@ class Applied:
             if not isinstance(module, nn.Linear):
                 raise BadInput(f"the plan's head {part.path} is no linear layer of this model")
             do(chunk_loss(module, int(part.how)))
-        elif self._compile_with is not None and part.technique == _COMPILED:
-            do(self._compile_with(module, part.how))
         else:
-            compiled = part.technique == _COMPILED
-            if part.how != KEEP:
-                do(recompute(module, saved_ops(part.how), compiled=compiled))
-            if compiled:
-                do(compile_block(module))
+            self._apply_to_block(part, module, do)
+            if is_offloaded(part.how):
+                do(self._offload_block(module, part.how))
+
+    def _apply_to_block(self, part: _Part, module: nn.Module, do: Callable[[Undo], Any]) -> None:
+        how, compiled = on_the_gpu(part.how), part.technique == _COMPILED
+        if self._compile_with is not None and compiled:
+            do(self._compile_with(module, how))
+            return
+        if how != KEEP:
+            do(recompute(module, saved_ops(how), compiled=compiled))
+        if compiled:
+            do(compile_block(module))
+
+    def _open_link(self) -> Link:
+        if self._link is None:
+            self._link = self._link_with(self.stage.device_type)
+        return self._link
+
+    def _close_link(self) -> None:
+        if self._offload is not None:
+            self._offload.undo()
+        if self._link is not None:
+            self._link.close()
+        self._offload = self._link = None
+
+    def _offload_block(self, module: nn.Module, how: str) -> Undo:
+        if self._offload is None:
+            device = self.stage.device_type
+            self._offload = ActivationOffload(
+                self._open_link(), self.stage.model, device_type=device
+            )
+        return self._offload.wrap(module, offloaded_tensors(how))
+
+    def _move_optimizer(self, choices: Choices) -> Undo:
+        """The optimizer's state, and masters, leave for the host."""
+        stage = self.stage
+        assert stage.optimizer is not None
+        host = HostOptimizer(
+            stage.model,
+            stage.optimizer,
+            self._open_link(),
+            HostPlacement(
+                host_share=choices.host_share,
+                keep_gradients=choices.gradient_room,
+                bucket=_bucket(stage.model),
+                ahead=4,
+            ),
+            blocks=[find_module(stage.model, path) for path in choices.blocks] or None,
+            masters=stage.masters,
+            clip_norm=stage.job.clip_norm,
+            scaler=stage.scaler,
+        )
+        stage.host = host
+
+        def undo() -> None:
+            stage.host = None
+            host.undo()
+
+        return undo
 
     def _capture_parts(self, do: Callable[[Undo], Any]) -> None:
         stage = self.stage
@@ -231,6 +304,12 @@ class Applied:
 
         stage.in_backward = in_backward
         do(forget)
+
+
+def _bucket(model: nn.Module) -> int:
+    """Bytes of weights that are stepped together: large enough for the link, small beside all."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return min(max(weights // 64, 1 << 20), 32 << 20)
 
 
 _ALLOCATOR, _BLOCK, _COMPILED = "allocator", "block", "compiled"

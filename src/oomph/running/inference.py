@@ -28,7 +28,7 @@ from oomph.host.link import InstantLink, Link
 from oomph.job import Job, build_model, make_batch, repeated_blocks
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.link import RehearsedLink
-from oomph.rehearsal.phases import _fake_actors
+from oomph.rehearsal.phases import fake_actors
 from oomph.rehearsal.world import pretend
 from oomph.techniques.autocast import autocast, use_tf32
 from oomph.techniques.micro_batch import in_evaluation
@@ -181,7 +181,7 @@ def _rehearsed(
         recorder.clock = Clock.of(gpu)
         try:
             with recorder.phase("build"):
-                actors = _fake_actors(dataclasses.replace(job, checkpointing="none"))
+                actors = fake_actors(dataclasses.replace(job, checkpointing="none"))
                 recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
                 blocks = _block_paths(actors.model)
                 streamed = _spread(blocks, count)

@@ -19,6 +19,7 @@ from oomph.job import AUTOCAST, Job, batch_size, compute_loss, split_batch
 from oomph.running.optimizer_pieces import OptimizerPieces
 from oomph.techniques.autocast import autocast
 from oomph.techniques.cuda_graph import GraphedParts, PartOfStep
+from oomph.techniques.host_optimizer import HostOptimizer
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, check_parts
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
@@ -39,6 +40,8 @@ class Stage:
     cast_cache: bool = True
     in_backward: OptimizerInBackward | None = None
     graph: GraphedParts | None = None
+    host: HostOptimizer | None = None
+    """The optimizer, where its state waits on the host."""
     masters: MasterWeights | None = None
     pieces: OptimizerPieces | None = None
     """Steps the optimizer so that running out of memory leaves no half of a step."""
@@ -46,6 +49,12 @@ class Stage:
     """How parts of a batch are weighed where their samples do not count alike."""
     returns_loss: bool = False
     """Whether a step returns its loss, which takes a little memory to the end of it."""
+
+    def settle(self) -> None:
+        """Complete what goes on in the background: weights and state may be read then."""
+        if self.host is not None:
+            self.host.settle()
+
     check: Callable[[Tensor | None], None] | None = None
     """Given the loss when all gradients are there, before the optimizer steps; may raise."""
 
@@ -190,6 +199,8 @@ def _autocast(stage: Stage) -> AbstractContextManager[Any]:
 
 
 def _arming(stage: Stage, *, last: bool) -> AbstractContextManager[Any]:
+    if stage.host is not None:
+        return stage.host.backward(last=last)
     if stage.in_backward is None or not last:
         return contextlib.nullcontext()
     return stage.in_backward.armed()
@@ -197,6 +208,9 @@ def _arming(stage: Stage, *, last: bool) -> AbstractContextManager[Any]:
 
 def _step(stage: Stage) -> None:
     """Clip where the job says so, then step, then forget the gradients."""
+    if stage.host is not None:
+        stage.host.step()
+        return
     optimizer, scaler = stage.optimizer, stage.scaler
     assert optimizer is not None, "a job without an optimizer is only evaluated"
     if stage.job.clip_norm is not None:

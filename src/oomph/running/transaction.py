@@ -77,6 +77,8 @@ class Transaction:
         the failed step's tensors alive.
         """
         assert stage.optimizer is not None
+        if stage.host is not None:
+            stage.host.abandon()
         owned = (p for group in stage.optimizer.param_groups for p in group["params"])
         for parameter in (*owned, *stage.model.parameters()):
             parameter.grad = None

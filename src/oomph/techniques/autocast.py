@@ -37,9 +37,15 @@ def use_tf32(on: bool = True) -> Undo:
 
     With `on` false they are run in full, which is PyTorch's default for matrix products alone.
     """
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    undo = remember_tf32()
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
+    return undo
+
+
+def remember_tf32() -> Undo:
+    """What puts the settings of `use_tf32` back as they are now."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
     def undo() -> None:
         torch.set_float32_matmul_precision(before[0])

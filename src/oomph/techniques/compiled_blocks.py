@@ -6,6 +6,8 @@ backward really needs of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,11 +18,13 @@ from oomph.techniques.technique import Undo
 #: code, which is compiled anew for each way to recompute, each class of block and each shape.
 COMPILED = 64
 
+#: Dropout inside draws the numbers it would have drawn eagerly.
+FALLBACK_RANDOM: dict[str, Any] = {"fallback_random": True}
+
 
 def compile_block(block: nn.Module) -> Undo:
     """Compile the block's forward as it is now, recompute included."""
-    # Fallback: dropout inside draws the numbers it would have drawn eagerly.
-    compiled = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})
+    compiled = torch.compile(block.forward, dynamic=False, options=FALLBACK_RANDOM)
     put_back = replace_forward(block, compiled)
     config = torch._dynamo.config
     limit, config.recompile_limit = config.recompile_limit, max(config.recompile_limit, COMPILED)

@@ -124,6 +124,9 @@ class HostSteppedWeights:
                 )
         # Nothing may still read what the optimizer is about to write.
         self._streamed.settle()
+        for leaf, trained in self._trained.items():
+            if trained.owned.grad is not None:
+                self._streamed.written(leaf)
 
     # -- the optimizer ----------------------------------------------------------------------------
 

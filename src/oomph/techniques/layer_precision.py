@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.precision.ladder import Level
-from oomph.techniques.autocast import use_tf32
+from oomph.techniques.autocast import remember_tf32, use_tf32
 from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
@@ -43,7 +43,7 @@ class LayerPrecision:
             if level is Level.FP8:
                 for linear, forward in self._fp8_forwards():
                     undos.callback(replace_forward(linear, forward))
-            run = functools.partial(self._run, level, _remember_tf32(), self._module.forward)
+            run = functools.partial(self._run, level, remember_tf32(), self._module.forward)
             undos.callback(replace_forward(self._module, run))
             return undos.pop_all().close
 
@@ -80,21 +80,11 @@ class LayerPrecision:
 @contextlib.contextmanager
 def tf32_settings_kept() -> Iterator[None]:
     """Whatever is set inside, and by a backward that ends in the first layer, is put back."""
-    put_back = _remember_tf32()
+    put_back = remember_tf32()
     try:
         yield
     finally:
         put_back()
-
-
-def _remember_tf32() -> Undo:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-
-    def put_back() -> None:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-    return put_back
 
 
 @contextlib.contextmanager

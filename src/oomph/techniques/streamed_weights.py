@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -42,9 +42,13 @@ from oomph.techniques.host_tensors import to_gpu_now
 from oomph.techniques.optimizer_in_backward import weakly
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
-
-#: Where weights begin in a block's memory: where kernels read them fastest.
-_ALIGNED = 256
+from oomph.techniques.weight_blocks import (
+    Unit,
+    device_of,
+    find_blocks,
+    lay_out,
+    streamed_by,
+)
 
 
 class _Phase(Enum):
@@ -53,54 +57,6 @@ class _Phase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     EVALUATION = "evaluation"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a parameter is in its block's memory, and how it lies there."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, parameter: Tensor, offset: int) -> _Place:
-        stride = torch.empty_like(parameter, device="meta").stride()
-        return cls(offset=offset, dtype=parameter.dtype, shape=parameter.shape, stride=stride)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def bytes_in(self, memory: Tensor) -> Tensor:
-        return memory[self.offset : self.offset + self.nbytes]
-
-    def view(self, memory: Tensor) -> Tensor:
-        """The parameter in its block's memory, on the host or on the GPU."""
-        flat = self.bytes_in(memory).view(self.dtype)
-        return flat.as_strided(self.shape, self.stride) if flat.numel() else flat.view(self.shape)
-
-
-@dataclass(kw_only=True, eq=False)
-class _Unit:
-    """A block, and where its weights are."""
-
-    path: str
-    module: nn.Module
-    number: int
-    places: dict[nn.Parameter, _Place]
-    nbytes: int
-    slab: Tensor
-    """On the host: the weights of this block that no earlier one has as well."""
-    borrowed: list[tuple[Tensor, _Place]] = field(default_factory=list)
-    """The bytes of weights that an earlier block has on the host, and their places in this one."""
-    memory: Tensor | None = None
-    """On the GPU, while the block is here or on its way."""
-    copies: list[Copy] = field(default_factory=list)
-    """Those that last brought it to the GPU."""
-    is_here: bool = False
-    """Whether the computing stream was told to wait for them."""
 
 
 class StreamedWeights:
@@ -121,29 +77,31 @@ class StreamedWeights:
     ) -> None:
         if ahead < 0:
             raise BadInput(f"blocks come ahead of the one that runs, not {ahead}")
-        modules = _find_blocks(model, blocks)
+        modules = find_blocks(model, blocks)
         self._link = link
         self._most = 1 + ahead
-        self._units: list[_Unit] = []
+        self._units: list[Unit] = []
         #: The host's numbers of each parameter, and the device that it came from.
         self._hosts: dict[nn.Parameter, Tensor] = {}
         self._origins: dict[nn.Parameter, torch.device] = {}
         #: Who must be done before the host's numbers of a parameter are what they should be.
         self._writes: dict[nn.Parameter, list[Copy]] = {}
+        #: How often the host's numbers of a parameter were changed.
+        self._versions: Counter[nn.Parameter] = Counter()
         self._placeholders: dict[torch.dtype, Tensor] = {}
-        self._shown: dict[nn.Parameter, _Unit] = {}
+        self._shown: dict[nn.Parameter, Unit] = {}
         #: Blocks that are on the GPU or on their way, the one that came first, first.
-        self._residents: list[_Unit] = []
+        self._residents: list[Unit] = []
         #: By storage: the block whose memory it is; what autocast made of a weight.
-        self._memories: dict[int, _Unit] = {}
+        self._memories: dict[int, Unit] = {}
         self._casts: dict[int, _Cast] = {}
         self._moment: _Moment | None = None
         self._follows: dict[_Moment, _Moment] = {}
         self._take: Callable[[nn.Parameter, Tensor], None] | None = None
         self._handles: list[RemovableHandle] = []
         self._put_back: list[Undo] = []
-        streamed = _streamed_by(model, modules.values())
-        self._device = device or _device_of(streamed)
+        streamed = streamed_by(model, modules.values())
+        self._device = device or device_of(streamed)
         try:
             with _plainly():
                 for path, module in modules.items():
@@ -169,6 +127,7 @@ class StreamedWeights:
     def written(self, parameter: nn.Parameter, after: Sequence[Copy] = ()) -> None:
         """The host's numbers are other ones now, or will be when `after` is done."""
         self._writes[parameter] = list(after)
+        self._versions[parameter] += 1
         for unit in self._units_with(parameter):
             self._drop(unit)
 
@@ -234,6 +193,7 @@ class StreamedWeights:
         self._units.clear()
         self._placeholders.clear()
         self._follows.clear()
+        self._versions.clear()
         self._moment = None
 
     def _arrived(self, leaf: Tensor) -> None:
@@ -248,19 +208,15 @@ class StreamedWeights:
         """Take a block's weights to the host."""
         mine = [parameter for parameter in module.parameters() if parameter in streamed]
         mine.sort(key=lambda parameter: parameter in self._hosts)  # own ones first, as in the slab
-        places: dict[nn.Parameter, _Place] = {}
-        own = end = 0
-        for parameter in mine:
-            places[parameter] = _Place.of(parameter, end)
-            end += -(-places[parameter].nbytes // _ALIGNED) * _ALIGNED
-            own = own if parameter in self._hosts else end
-        unit = _Unit(
+        places = lay_out(mine)
+        own = [places[parameter].end for parameter in mine if parameter not in self._hosts]
+        unit = Unit(
             path=path,
             module=module,
             number=len(self._units),
             places=places,
-            nbytes=end,
-            slab=self._link.host_memory(own),
+            nbytes=max((place.end for place in places.values()), default=0),
+            slab=self._link.host_memory(max(own, default=0)),
         )
         self._units.append(unit)
         copies: list[Copy] = []
@@ -310,6 +266,7 @@ class StreamedWeights:
                 for parameter in own.values():
                     if parameter is not None:
                         parameter.data = self._hosts[parameter]
+                        self._versions[parameter] += 1
 
         def after_load(module: nn.Module, _: Any) -> None:
             if module is owner:
@@ -331,7 +288,7 @@ class StreamedWeights:
 
     # -- coming and going -------------------------------------------------------------------------
 
-    def _enter(self, unit: _Unit, phase: _Phase) -> None:
+    def _enter(self, unit: Unit, phase: _Phase) -> None:
         """A block is about to run: have it here, and the next ones come."""
         moment = _Moment(unit, phase)
         if moment == self._moment and unit.is_here:
@@ -354,7 +311,7 @@ class StreamedWeights:
             for following in wanted[1:]:
                 self._fetch(following)
 
-    def _expected(self, moment: _Moment) -> list[_Unit]:
+    def _expected(self, moment: _Moment) -> list[Unit]:
         """A block and those that will run next, as far as there is room for them."""
         wanted = [moment.unit]
         following: _Moment | None = moment
@@ -374,7 +331,7 @@ class StreamedWeights:
             at %= len(self._units)
         return _Moment(self._units[at], moment.phase) if 0 <= at < len(self._units) else None
 
-    def _fetch(self, unit: _Unit) -> None:
+    def _fetch(self, unit: Unit) -> None:
         """Begin to bring a block's weights."""
         if unit.memory is not None:
             return
@@ -393,7 +350,7 @@ class StreamedWeights:
             self._drop(unit)  # a part of it must not be taken for the whole
             raise
 
-    def _show(self, unit: _Unit) -> None:
+    def _show(self, unit: Unit) -> None:
         """Let the block's parameters be what came; the computing stream waits for it."""
         assert unit.memory is not None
         if not unit.is_here:
@@ -405,7 +362,7 @@ class StreamedWeights:
                 parameter.data = place.view(unit.memory)
                 self._shown[parameter] = unit
 
-    def _drop(self, unit: _Unit) -> None:
+    def _drop(self, unit: Unit) -> None:
         """Give a block's memory on the GPU back."""
         if unit.memory is None:
             return
@@ -429,13 +386,13 @@ class StreamedWeights:
                 self._placeholders[dtype] = scalar.to(dtype)
             parameter.data = self._placeholders[dtype].expand(parameter.shape)
 
-    def _units_with(self, parameter: nn.Parameter) -> list[_Unit]:
+    def _units_with(self, parameter: nn.Parameter) -> list[Unit]:
         return [unit for unit in self._units if parameter in unit.places]
 
     # -- forward ----------------------------------------------------------------------------------
 
     def run(
-        self, unit: _Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """The forward of a block, with its weights here."""
         if torch._C._current_graph_task_id() != -1:
@@ -453,7 +410,13 @@ class StreamedWeights:
                 if casts and not _is_compiled(unit.module, forward):
                     stack.enter_context(_WatchedCasts(self._note_cast))
                 stack.enter_context(self._saving(unit))
+            before = [parameter._version for parameter in unit.places]
             output = forward(*args, **kwargs)
+        if before != [parameter._version for parameter in unit.places]:
+            raise BadInput(
+                f"the forward of {unit.path} writes to its own weights, which would be lost: do"
+                " not stream it"
+            )
         if torch.is_grad_enabled():
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -463,7 +426,7 @@ class StreamedWeights:
     # -- what autograd saves ----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _saving(self, unit: _Unit) -> Iterator[None]:
+    def _saving(self, unit: Unit) -> Iterator[None]:
         """What is saved inside keeps no weight; the rest is left to whoever watches outside."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack_rest, unpack_rest = outer or (_as_it_is, _as_it_is)
@@ -479,7 +442,7 @@ class StreamedWeights:
         with saved_tensors_hooks(pack, unpack):
             yield
 
-    def _need(self, unit: _Unit) -> None:
+    def _need(self, unit: Unit) -> None:
         """Backward wants a block's weights."""
         if self._moment != _Moment(unit, _Phase.BACKWARD) or not unit.is_here:
             self._enter(unit, _Phase.BACKWARD)
@@ -489,15 +452,18 @@ class StreamedWeights:
         if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
         key = _storage(tensor)
-        unit, cast = self._memories.get(key), None
-        if unit is None:
-            cast = self._casts.get(key)
-            if cast is None or tensor._version != cast.version:
-                return None
-            unit = cast.unit
+        unit, cast = self._memories.get(key), self._casts.get(key)
+        if unit is not None:
+            parameter = unit.parameter_at(int(tensor.storage_offset()) * tensor.element_size())
+        elif cast is not None and tensor._version == cast.version:
+            unit, parameter = cast.unit, cast.parameter
+        else:
+            return None
         return _Note(
             unit=unit,
-            place=cast.place if cast is not None else None,
+            parameter=parameter,
+            version=self._versions[parameter],
+            is_cast=unit is not self._memories.get(key),
             dtype=tensor.dtype,
             view=(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())),
         )
@@ -506,12 +472,18 @@ class StreamedWeights:
         """What a note stands for."""
         if not note.unit.is_here:
             self._need(note.unit)
-        assert note.unit.memory is not None
+        unit, parameter = note.unit, note.parameter
+        if self._versions[parameter] != note.version:
+            raise BadInput(
+                f"a weight {list(parameter.shape)} of {unit.path} was changed after the forward"
+                " whose backward needs it: go backward before the optimizer steps"
+            )
+        assert unit.memory is not None
         with torch.no_grad():
-            if note.place is not None:
-                again = note.place.view(note.unit.memory).to(note.dtype)
+            if note.is_cast:
+                again = unit.places[parameter].view(unit.memory).to(note.dtype)
             else:
-                again = note.unit.memory.view(note.dtype)
+                again = unit.memory.view(note.dtype)
             return again.as_strided(*note.view)
 
     def _note_cast(self, source: Tensor, cast: Tensor) -> None:
@@ -519,26 +491,27 @@ class StreamedWeights:
         unit = self._memories.get(_storage(source))
         if unit is None or cast.stride() != source.stride():
             return
-        start = source.storage_offset() * source.element_size()
-        for place in unit.places.values():
-            if place.offset == start and place.shape == source.shape:
-                storage = cast.untyped_storage()
-                key = storage._cdata
-                # Forgotten with it: another storage may then have its number.
-                forget = functools.partial(_forget, weakref.ref(self), key)
-                self._casts[key] = _Cast(
-                    unit=unit,
-                    place=place,
-                    version=cast._version,
-                    storage=weakref.ref(storage, forget),
-                )
+        start = int(source.storage_offset()) * source.element_size()
+        parameter = unit.parameter_at(start)
+        place = unit.places[parameter]
+        if place.offset == start and place.shape == source.shape and place.dtype == source.dtype:
+            storage = cast.untyped_storage()
+            key = storage._cdata
+            # Forgotten with it: another storage may then have its number.
+            forget = functools.partial(_forget, weakref.ref(self), key)
+            self._casts[key] = _Cast(
+                unit=unit,
+                parameter=parameter,
+                version=cast._version,
+                storage=weakref.ref(storage, forget),
+            )
 
 
 @dataclass(frozen=True)
 class _Moment:
     """A block runs for something; equal moments are followed by the same."""
 
-    unit: _Unit
+    unit: Unit
     phase: _Phase
 
 
@@ -546,9 +519,10 @@ class _Moment:
 class _Cast:
     """What autocast made of a weight."""
 
-    unit: _Unit
-    place: _Place
+    unit: Unit
+    parameter: nn.Parameter
     version: int
+    """Of the copy; another one says that somebody wrote to it."""
     storage: weakref.ref[Any]
 
 
@@ -556,9 +530,12 @@ class _Cast:
 class _Note:
     """What autograd keeps instead of a weight."""
 
-    unit: _Unit
-    place: _Place | None
-    """Of the weight that was cast; None where the tensor is in the block's memory itself."""
+    unit: Unit
+    parameter: nn.Parameter
+    version: int
+    """Of the host's numbers in forward."""
+    is_cast: bool
+    """Whether the tensor was a copy of the weight in another type, not a view of it."""
     dtype: torch.dtype
     view: tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -566,7 +543,7 @@ class _Note:
 class _StreamedForward:
     """The forward of a streamed block."""
 
-    def __init__(self, streamed: StreamedWeights, unit: _Unit, forward: Callable[..., Any]) -> None:
+    def __init__(self, streamed: StreamedWeights, unit: Unit, forward: Callable[..., Any]) -> None:
         self._streamed = streamed
         self._unit = unit
         self._forward = forward
@@ -592,42 +569,6 @@ class _WatchedCasts(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and out.dtype != args[0].dtype:
             self._tell(args[0], out)
         return out
-
-
-def _find_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for path in paths:
-        try:
-            found[path] = model.get_submodule(path)
-        except AttributeError:
-            raise BadInput(f"{type(model).__name__} has no block {path}") from None
-    for path, module in found.items():
-        inside = set(module.modules()) - {module}
-        if nested := [other for other, block in found.items() if block in inside]:
-            raise BadInput(f"{nested[0]} is a part of {path}: stream one or the other")
-    return found
-
-
-def _streamed_by(model: nn.Module, blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """The parameters that only blocks use."""
-    inside = {module for block in blocks for module in block.modules()}
-    outside = {p for m in model.modules() if m not in inside for p in m.parameters(recurse=False)}
-    streamed = {p for module in inside for p in module.parameters(recurse=False)} - outside
-    if not streamed:
-        raise BadInput("the blocks have no weights of their own: there is nothing to stream")
-    if plain := [p for p in streamed if is_traceable_wrapper_subclass(p)]:
-        raise BadInput(
-            f"a weight {list(plain[0].shape)} is a {type(plain[0]).__name__}, whose memory cannot"
-            " be streamed: leave its block on the GPU"
-        )
-    return streamed
-
-
-def _device_of(parameters: Iterable[nn.Parameter]) -> torch.device:
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) > 1:
-        raise BadInput("the blocks are on several devices: name the one that they are to run on")
-    return devices.pop()
 
 
 def _copied(

@@ -1,0 +1,302 @@
+"""Batches on the device before they are asked for.
+
+A thread takes batches from the loader and puts them into staging memory. Whoever asks for a batch
+also starts the copies of the next ones, on a stream beside the one that computes: they run during
+the step. Their memory is the computing stream's, taken between two steps and freed like that of any
+other tensor, so it is the same in every run and may be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from oomph.data.staging import Slot
+from oomph.data.waiting import make_waiting
+from oomph.errors import BadInput
+from oomph.host.cuda_link import CudaLink
+from oomph.host.link import Copy, Link
+from oomph.job import check_count
+
+#: Beside those on the device one batch is being staged and one is ready to be sent.
+STAGED = 2
+
+
+class Prefetcher:
+    """A loader whose batches come on the device, up to `depth` of them ahead of the step.
+
+    On the CPU a thread fetches them ahead, and that is all. What else the loader has is there
+    too: its length, its sampler, its place. A loader that draws random numbers in this process,
+    rather than in workers or from a generator of its own, draws them at another time than without.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: str | torch.device,
+        depth: int = 2,
+        *,
+        link: Link | None = None,
+    ) -> None:
+        self.depth = check_count("the depth of prefetching", depth)
+        self.device = torch.device(device)
+        self._loader: Any = loader
+        if link is None and self.device.type == "cuda":
+            link = CudaLink(self.device)
+        self._link = link
+        self._slots = [Slot(link) if link is not None else None for _ in range(depth + STAGED)]
+        self._waiting = make_waiting(self.device)
+        self._pass: weakref.ref[_Pass] | None = None
+        #: Where the loader was after the batch that was last handed out.
+        self._place: Any = None
+        self._closed = False
+
+    @property
+    def waited(self) -> tuple[float, ...]:
+        """Seconds that the device waited for each batch so far: on a GPU, those it was idle."""
+        return self._waiting.seconds()
+
+    @property
+    def host_bytes(self) -> int:
+        """Staging memory, pinned where there is a GPU."""
+        return sum(slot.nbytes for slot in self._slots if slot is not None)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Open the loader, now and in this thread, and begin to fetch."""
+        if self._closed:
+            raise BadInput("this prefetcher is closed; make another one for the same loader")
+        self._end_pass()
+        self._place = self._place_of_loader()
+        feed = _Feed(iter(self._loader), self._slots, self._place_of_loader, self.device)
+        one = _Pass(self, feed)
+        self._pass = weakref.ref(one)
+        return one
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self) -> None:
+        """End the thread, wait for copies and give the memory back."""
+        self._end_pass()
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+        self._slots = []
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not here. The loader's place is where the step is, not the thread.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(self._loader, name)
+        own = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
+        return own.get(name, value)
+
+    def _state_dict(self) -> Any:
+        return self._place if self._place is not None else self._place_of_loader()
+
+    def _load_state_dict(self, state_dict: Any) -> None:
+        self._end_pass()
+        self._loader.load_state_dict(state_dict)
+        self._place = None
+
+    def _place_of_loader(self) -> Any:
+        return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
+
+    def _end_pass(self) -> None:
+        one = self._pass() if self._pass is not None else None
+        if one is not None:
+            one.close()
+        self._pass = None
+
+
+class _Pass(Iterator[Any]):
+    """One pass over the loader; ends its thread with the last batch, when closed or forgotten."""
+
+    def __init__(self, prefetcher: Prefetcher, feed: _Feed) -> None:
+        self._prefetcher, self._feed = prefetcher, feed
+        #: On their way to the device, the next one first.
+        self._sent: deque[_Sent] = deque()
+        # The thread knows the feed and not this pass, so this pass can be forgotten.
+        self.close = weakref.finalize(self, _end_pass, feed, self._sent)
+        feed.start()
+
+    def __next__(self) -> Any:
+        waiting = self._prefetcher._waiting
+        waiting.begin()
+        if not self._sent:
+            self._send(self._feed.take())
+        now = self._sent.popleft()
+        self._send_ahead()
+        if now.place is not None:
+            self._prefetcher._place = now.place
+        if now.error is not None:
+            self.close()
+            raise now.error
+        for copy in now.copies:
+            copy.wait()
+        waiting.end()
+        return now.batch
+
+    def _send_ahead(self) -> None:
+        while len(self._sent) < self._prefetcher.depth and (ready := self._feed.take_ready()):
+            try:
+                self._send(ready)
+            except torch.OutOfMemoryError:
+                return  # no room ahead of the step: it is sent when it is asked for
+
+    def _send(self, fetched: _Fetched) -> None:
+        batch, copies = fetched.batch, list[Copy]()
+        if fetched.slot is not None:
+            try:
+                batch, copies = fetched.slot.send(batch, self._prefetcher.device)
+            except BaseException:
+                self._feed.put_back(fetched)  # whoever asks again gets this batch
+                raise
+        if fetched.error is None:
+            self._feed.give_back(fetched)
+        sent = _Sent(batch=batch, copies=copies, place=fetched.place, error=fetched.error)
+        self._sent.append(sent)
+
+
+def _end_pass(feed: _Feed, sent: deque[_Sent]) -> None:
+    """End the thread; nothing is freed that a copy still writes to."""
+    feed.close()
+    for one in sent:
+        for copy in one.copies:
+            copy.finish()
+    sent.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fetched:
+    """A batch in its slot; or the error that came instead of one, which is the end."""
+
+    batch: Any = None
+    slot: Slot | None = None
+    place: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A batch on the device, or on its way there."""
+
+    batch: Any
+    copies: list[Copy]
+    place: Any
+    error: BaseException | None
+
+
+class _Feed:
+    """What the thread has fetched; it waits while all slots are full."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        slots: list[Slot | None],
+        place: Callable[[], Any],
+        device: torch.device,
+    ) -> None:
+        self._batches, self._place, self._device = batches, place, device
+        self._free = deque(slots)
+        self._ready: deque[_Fetched] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="oomph-prefetch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to fetch."""
+        self._thread.start()
+
+    def take(self) -> _Fetched:
+        """The next batch, when it is there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._closed)
+            # After its end a pass goes on ending, as iterators do.
+            return self._ready.popleft() if self._ready else _Fetched(error=StopIteration())
+
+    def take_ready(self) -> _Fetched | None:
+        """The next batch if it is there."""
+        with self._changed:
+            return self._ready.popleft() if self._ready else None
+
+    def put_back(self, fetched: _Fetched) -> None:
+        """It was taken in vain: it is the next one still."""
+        with self._changed:
+            self._ready.appendleft(fetched)
+
+    def give_back(self, fetched: _Fetched) -> None:
+        """Its slot may be filled again, once its copies are done."""
+        with self._changed:
+            self._free.append(fetched.slot)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread, after the batch that it is fetching."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._ready.clear()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                fetched = self._fetch()
+                with self._changed:
+                    self._ready.append(fetched)
+                    self._changed.notify_all()
+                    if fetched.error is not None:
+                        return
+                    self._changed.wait_for(lambda: self._free or self._closed)
+        finally:
+            self._end_batches()
+
+    def _fetch(self) -> _Fetched:
+        """The next batch; or what was raised, StopIteration too, for whoever asks for it."""
+        try:
+            batch = next(self._batches)
+            slot = self._free.popleft()
+            staged = batch
+            if slot is not None:
+                with self._on_device():  # pinning makes a context where there is none
+                    staged = slot.stage(batch)
+            return _Fetched(batch=staged, slot=slot, place=self._place())
+        except StopIteration as end:
+            return _Fetched(place=self._place(), error=end)
+        except BaseException as error:
+            return _Fetched(error=error)  # the place stays before the batch that failed
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        if self._device.type == "cuda":
+            return torch.cuda.device(self._device)
+        return contextlib.nullcontext()
+
+    def _end_batches(self) -> None:
+        """Generators and workers end with their thread."""
+        close = getattr(self._batches, "close", None)
+        if close is not None:
+            with contextlib.suppress(Exception):
+                close()
+        del self._batches

@@ -1,0 +1,382 @@
+"""Hugging Face `Trainer` inside a budget, in one line.
+
+OomphTrainer(model, args, train_dataset=…, budget="24GiB").train()
+
+Arguments, loader, schedule, logging and checkpoints stay the Trainer's. `training_step` runs the
+batch it is given in the plan's parts, so the batch size and the accumulation that were asked for
+are kept to the sample, and losses and gradients are those of the plain Trainer. Any other trainer
+that derives from `Trainer`, such as TRL's, takes the mixin:
+
+class MyTrainer(OomphMixin, SFTTrainer): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oomph.errors import BadInput, MissingExtra, OomphError
+from oomph.explaining.watching import watch
+from oomph.integrations.framework_plan import (
+    Fitted,
+    Say,
+    collate_longest,
+    fit_framework,
+    plan_for_framework,
+    say_it,
+    twin_of,
+)
+from oomph.job import AUTOCAST, Job, Precision, batch_size
+from oomph.planning.plan import Plan
+from oomph.reporting.plans import describe_plan_briefly
+from oomph.running.random_state import random_state_kept
+from oomph.techniques.technique import Fidelity
+from oomph.units import parse_bytes
+
+try:
+    from transformers import Trainer, TrainingArguments
+except ImportError as error:
+    raise MissingExtra("transformers", "hf") from error
+
+_NEXT = "oomph.integrations.transformers.OomphTrainer(…, budget=…) in place of Trainer"
+
+
+class OomphMixin:
+    """Put before a `Trainer` among the bases of a class, it makes that class fit a budget.
+
+    `budget` is device memory, all of the card where none is given; on a GPU it is enforced.
+    `batch` is a collated batch like the largest there will be; without one it is made of the
+    longest samples of the dataset. Longer batches than that are split into more parts. `allow` is
+    how far numbers may be from the plain Trainer's. With `unplanned`, training goes on without a
+    plan where none can be made; otherwise it stops with the reason.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        budget: str | int | None = None,
+        batch: Mapping[str, Any] | None = None,
+        allow: str | Fidelity = Fidelity.EXACT,
+        unplanned: bool = False,
+        say: Say = say_it,
+        **kwargs: Any,
+    ) -> None:
+        if budget is not None:
+            parse_bytes(budget)  # complains at once
+        self._budget, self._sample, self._allow = budget, batch, allow
+        self._unplanned, self._say = unplanned, say
+        self._fitted: Fitted | None = None
+        self.plan: Plan | None = None
+        """The last one that was made; see `make_plan`."""
+        self._restore_checkpointing: Callable[[], None] | None = None
+        super().__init__(*args, **kwargs)
+
+    def make_plan(self) -> Plan:
+        """The plan for this training, without training: for `plain_arguments`, or to look at."""
+        trainer: Any = self
+        given = trainer.optimizer
+        try:
+            optimizer = trainer.create_optimizer()
+            job = self._job(getattr(optimizer, "optimizer", optimizer))
+            self.plan = plan_for_framework(job, **self._limits())
+        finally:
+            trainer.optimizer = given
+            self._take_back()
+        return self.plan
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.train` under a plan; afterwards the model is plain again."""
+        try:
+            with watch(next_command=_NEXT):
+                return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._take_back()
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan first: model and optimizer are where they will train, and not wrapped yet."""
+        if self.is_in_train and self._fitted is None:  # type: ignore[attr-defined]
+            try:
+                self._fit()
+            except OomphError as error:
+                self._take_back()
+                if not self._unplanned:
+                    raise
+                self._say(f"training goes on without a plan: {error}")
+        return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """One batch of the loader, in as many parts as were planned."""
+        fitted, step = self._fitted, super().training_step  # type: ignore[misc]
+        if fitted is None:
+            return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        whole = dict(inputs)
+        parts = fitted.split(whole)
+        if len(parts) == 1:
+            return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+
+        def compute(part: Any) -> Tensor:
+            with self.compute_loss_context_manager():
+                return _loss_on_trial(self, model, part, num_items_in_batch)
+
+        fitted.settle(whole, compute, may_add_up=num_items_in_batch is not None)
+        losses = []
+        with fitted.batch(whole):
+            for part in parts:
+                with fitted.part(part, batch_size(part) / batch_size(whole)):
+                    losses.append(step(model, part, num_items_in_batch))
+        return torch.stack(losses).sum()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The Trainer's own loss; of a part of a batch, what it adds to the batch's."""
+
+        def compute() -> Any:
+            return super(OomphMixin, self).compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, **kwargs
+            )
+
+        if self._fitted is None or return_outputs:
+            return compute()
+        return self._fitted.weigh(compute)
+
+    def compute_loss_context_manager(self) -> Any:
+        """The Trainer's own, in the precision of the plan where that is another one."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(super().compute_loss_context_manager())  # type: ignore[misc]
+        if self._fitted is not None:
+            stack.enter_context(self._fitted.autocast())
+        return stack
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Predicted and measured memory go along with the losses."""
+        if self._fitted is not None and "loss" in logs:
+            logs.update(self._fitted.memory())
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    # -- planning ---------------------------------------------------------------------------------
+
+    def _fit(self) -> None:
+        trainer: Any = self
+        job = self._job(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        self._fitted = fit_framework(job, **self._limits())
+        self.plan = self._fitted.plan
+        self._say(f"{job.name} in {describe_plan_briefly(self.plan)}")
+        self._say(str(arguments_diff(self.plan, trainer.args)))
+
+    def _job(self, optimizer: torch.optim.Optimizer) -> Job:
+        """What the Trainer is about to do; the model's own checkpointing is off from now on."""
+        trainer: Any = self
+        if why := _why_not(trainer):
+            raise BadInput(f"{why}: plan for one GPU and one process")
+        args, model = trainer.args, trainer.model
+        inputs = self._sample if self._sample is not None else _longest(trainer)
+        checkpoints = args.gradient_checkpointing or getattr(
+            model, "is_gradient_checkpointing", False
+        )
+        self._restore_checkpointing = _own_checkpointing_off(model)
+        return Job(
+            model,
+            functools.partial(_rehearsed_loss, trainer),
+            optimizer,
+            dict(inputs),
+            precision=_precision(args),
+            checkpointing="full" if checkpoints else "none",
+            # The Trainer asks for the norm of all gradients even where it does not clip.
+            clip_norm=args.max_grad_norm or math.inf,
+            name=type(model).__name__,
+        )
+
+    def _limits(self) -> dict[str, Any]:
+        args: Any = self.args  # type: ignore[attr-defined]
+        return {
+            "device": args.device,
+            "budget": self._budget,
+            "allow": self._allow,
+            "accumulated": args.gradient_accumulation_steps,
+        }
+
+    def _take_back(self) -> None:
+        fitted, self._fitted = self._fitted, None
+        restore, self._restore_checkpointing = self._restore_checkpointing, None
+        if fitted is not None:
+            fitted.undo()
+        if restore is not None:
+            restore()
+
+
+class OomphTrainer(OomphMixin, Trainer):
+    """The `Trainer` of transformers inside a budget; see `OomphMixin` for what it takes more."""
+
+
+def _rehearsed_loss(trainer: Any, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The Trainer's loss of a copy of its model."""
+    labels = batch.get("labels")
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    items = torch.ones((), device=labels.device) if counts and labels is not None else None
+    with trainer.compute_loss_context_manager():
+        return _loss_on_trial(trainer, model, batch, items)
+
+
+def _loss_on_trial(trainer: Any, model: nn.Module, batch: Mapping[str, Any], items: Any) -> Tensor:
+    """The Trainer's own loss; what a subclass notes on the way, such as metrics, does not stay."""
+    twin = twin_of(trainer)
+    twin._fitted = None
+    loss: Tensor = twin.compute_loss(model, dict(batch), num_items_in_batch=items)
+    return loss
+
+
+def _why_not(trainer: Any) -> str:
+    """What of this training oomph does not plan for; empty where it plans for all of it."""
+    args = trainer.args
+    reasons = {
+        "the training runs in several processes": args.world_size > 1,
+        "the batch is spread over several GPUs": args.n_gpu > 1,
+        "DeepSpeed runs the training": bool(args.deepspeed),
+        "FSDP runs the training": bool(args.fsdp),
+        "torch_compile compiles the whole model": bool(args.torch_compile),
+        "auto_find_batch_size changes the batch": bool(args.auto_find_batch_size),
+        "the model is spread over several devices": bool(trainer.is_model_parallel),
+    }
+    return next((why for why, applies in reasons.items() if applies), "")
+
+
+def _precision(args: TrainingArguments) -> Precision:
+    if args.bf16:
+        return "bf16-mixed"
+    if args.fp16:
+        return "fp16-mixed"
+    return "tf32" if args.tf32 else "fp32"
+
+
+def _longest(trainer: Any) -> Any:
+    """A batch of the longest samples, as the Trainer would collate it."""
+    dataset = trainer.train_dataset
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise BadInput(
+            "the dataset can only be iterated over: give a batch like the largest there will be,"
+            " as batch="
+        )
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    with random_state_kept(trainer.args.device):
+        return collate_longest(dataset, collate, trainer.args.train_batch_size)
+
+
+def _own_checkpointing_off(model: nn.Module) -> Callable[[], None]:
+    """The plan chooses what is recomputed: the model's own way is put aside until it is over."""
+    before = [
+        (module, module._gradient_checkpointing_func)
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+    ]
+    for module, _ in before:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+
+    def restore() -> None:
+        for module, function in before:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+            module._gradient_checkpointing_func = function
+
+    return restore
+
+
+# -- the same in plain arguments -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgumentsDiff:
+    """A plan as `TrainingArguments`, as far as they can say it."""
+
+    changes: Mapping[str, tuple[Any, Any]]
+    """By the argument's name: before and after."""
+    left_out: tuple[str, ...]
+    """What of the plan no argument expresses."""
+
+    def __str__(self) -> str:
+        lines = ["as plain TrainingArguments, which come near it:"]
+        lines += [f"  {name}: {a!r} → {b!r}" for name, (a, b) in self.changes.items()]
+        lines += [f"  no argument for: {words}" for words in self.left_out]
+        return "\n".join(lines) if len(lines) > 1 else "the arguments may stay as they are"
+
+
+def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
+    """What in `args` would have to change to do what the plan does, and what cannot be said so."""
+    choices = plan.choices
+    wanted: dict[str, Any] = {}
+    left_out = []
+    if choices.micro_batch is not None:
+        total = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        size = max(d for d in range(1, choices.micro_batch + 1) if total % d == 0)
+        wanted["per_device_train_batch_size"] = size
+        wanted["gradient_accumulation_steps"] = total // size
+    recomputed = choices.recomputed
+    wanted["gradient_checkpointing"] = bool(recomputed)
+    if recomputed:
+        wanted["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    partly = [how for how in choices.blocks.values() if how not in ("keep", "recompute")]
+    if recomputed and (partly or len(recomputed) < len(choices.blocks)):
+        left_out.append(
+            f"recomputing {len(recomputed)} of {len(choices.blocks)} blocks"
+            + (f", {len(partly)} of them in part" if partly else "")
+            + "; gradient_checkpointing recomputes all"
+        )
+    if choices.precision in AUTOCAST:
+        wanted[choices.precision.removesuffix("-mixed")] = True
+    if choices.precision == "tf32":
+        wanted["tf32"] = True
+    if choices.fused_optimizer and _plain(args.optim) == "adamw_torch":
+        wanted["optim"] = "adamw_torch_fused"
+    if choices.compiled and not recomputed and choices.loss_chunk is None:
+        wanted["torch_compile"] = True
+    elif choices.compiled:
+        left_out.append("compiling each block by itself; torch_compile compiles the whole model")
+    if choices.loss_chunk is not None:
+        left_out.append(
+            f"the loss over {choices.loss_chunk} rows of logits at a time; use_liger_kernel has a"
+            " loss without logits for the models it knows"
+        )
+    if choices.fp8:
+        left_out.append("matrix products in FP8")
+    if not choices.cast_cache:
+        left_out.append("autocast without its cache of weights")
+    if choices.allocator:
+        left_out.append(f"PYTORCH_CUDA_ALLOC_CONF={choices.allocator}, set before the start")
+    changes = {
+        name: (before, after)
+        for name, after in wanted.items()
+        if _plain(before := getattr(args, name)) != after
+    }
+    return ArgumentsDiff(changes=changes, left_out=tuple(left_out))
+
+
+def plain_arguments(plan: Plan, args: TrainingArguments, say: Say = say_it) -> TrainingArguments:
+    """The plan as plain `TrainingArguments`, for training without oomph; says what is missing.
+
+    Gradient accumulation keeps the global batch. A model that is not told the number of items in it
+    (`num_items_in_batch`) then averages averages: its loss differs where lengths do.
+    """
+    diff = arguments_diff(plan, args)
+    say(str(diff))
+    changed: TrainingArguments = dataclasses.replace(
+        args, **{name: after for name, (_, after) in diff.changes.items()}
+    )
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    """An argument's value without the enum around it."""
+    return getattr(value, "value", value)

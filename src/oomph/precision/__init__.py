@@ -1,0 +1,1 @@
+"""Adaptive precision: each layer's number format follows how the model behaves."""

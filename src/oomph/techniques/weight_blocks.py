@@ -1,0 +1,130 @@
+"""Blocks whose weights are moved as one: which they are, and where each weight is in their memory.
+
+A block's weights lie one after the other in one piece of memory, the same way on the host and on
+the GPU, so that one copy brings them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from oomph.errors import BadInput
+from oomph.host.link import Copy
+
+#: Weights begin at multiples of so many bytes, where kernels read them fastest.
+_ALIGNED = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a parameter is in its block's memory, and how it lies there."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor, offset: int) -> Place:
+        """For a parameter that begins at this byte."""
+        stride = torch.empty_like(parameter, device="meta").stride()
+        return cls(offset=offset, dtype=parameter.dtype, shape=parameter.shape, stride=stride)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where the next parameter begins."""
+        return self.offset + -(-self.nbytes // _ALIGNED) * _ALIGNED
+
+    def bytes_in(self, memory: Tensor) -> Tensor:
+        """Its part of the block's memory."""
+        return memory[self.offset : self.offset + self.nbytes]
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The parameter in its block's memory, on the host or on the GPU."""
+        flat = self.bytes_in(memory).view(self.dtype)
+        return flat.as_strided(self.shape, self.stride) if flat.numel() else flat.view(self.shape)
+
+
+@dataclass(kw_only=True, eq=False)
+class Unit:
+    """A block, and where its weights are."""
+
+    path: str
+    module: nn.Module
+    number: int
+    places: dict[nn.Parameter, Place]
+    nbytes: int
+    slab: Tensor
+    """On the host: the weights of this block that no earlier one has as well."""
+    borrowed: list[tuple[Tensor, Place]] = field(default_factory=list)
+    """The bytes of weights that an earlier block has on the host, and their places in this one."""
+    memory: Tensor | None = None
+    """On the GPU, while the block is here or on its way."""
+    copies: list[Copy] = field(default_factory=list)
+    """Those that last brought it to the GPU."""
+    is_here: bool = False
+    """Whether the computing stream was told to wait for them."""
+
+    def parameter_at(self, offset: int) -> nn.Parameter:
+        """The parameter that this byte of the memory belongs to."""
+        *_, found = (p for p, place in self.places.items() if place.offset <= offset)
+        return found
+
+
+def lay_out(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Place]:
+    """Places for them, one after the other."""
+    places: dict[nn.Parameter, Place] = {}
+    end = 0
+    for parameter in parameters:
+        places[parameter] = Place.of(parameter, end)
+        end = places[parameter].end
+    return places
+
+
+def find_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules at these paths, none of which is a part of another."""
+    found: dict[str, nn.Module] = {}
+    for path in paths:
+        try:
+            found[path] = model.get_submodule(path)
+        except AttributeError:
+            raise BadInput(f"{type(model).__name__} has no block {path}") from None
+    for path, module in found.items():
+        inside = set(module.modules()) - {module}
+        if nested := [other for other, block in found.items() if block in inside]:
+            raise BadInput(f"{nested[0]} is a part of {path}: stream one or the other")
+    return found
+
+
+def streamed_by(model: nn.Module, blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that only blocks use."""
+    inside = {module for block in blocks for module in block.modules()}
+    outside = {p for m in model.modules() if m not in inside for p in m.parameters(recurse=False)}
+    streamed = {p for module in inside for p in module.parameters(recurse=False)} - outside
+    if not streamed:
+        raise BadInput("the blocks have no weights of their own: there is nothing to stream")
+    if plain := [p for p in streamed if is_traceable_wrapper_subclass(p)]:
+        raise BadInput(
+            f"a weight {list(plain[0].shape)} is a {type(plain[0]).__name__}, whose memory cannot"
+            " be streamed: leave its block on the GPU"
+        )
+    return streamed
+
+
+def device_of(parameters: Iterable[nn.Parameter]) -> torch.device:
+    """Where they all are."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise BadInput("the blocks are on several devices: name the one that they are to run on")
+    return devices.pop()

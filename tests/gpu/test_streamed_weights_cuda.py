@@ -1,0 +1,348 @@
+"""Streamed weights on a real card: same numbers whatever is late. Skipped where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oomph.host.cuda_link import CudaLink
+from oomph.host.link import Copy
+from oomph.job import Job
+from oomph.running.inference import apply_inference, plan_inference
+from oomph.techniques.compiled_blocks import compile_block
+from oomph.techniques.host_stepped_weights import IN_FLIGHT, HostSteppedWeights
+from oomph.techniques.recompute import recompute
+from oomph.techniques.streamed_weights import StreamedWeights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CUDA = torch.device("cuda", 0)
+WIDTH, SAMPLES, LAYERS = 256, 64, 5
+BLOCKS = [f"blocks.{at}" for at in range(LAYERS)]
+#: Clock cycles of the card, about half a millisecond: many times what a copy here takes.
+LATE = 1_000_000
+PLACES = ("computing before", "computing after", "copying before", "copying after", "waiting")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 2 * width))
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = F.silu(self.up(self.norm(x))) * self.scale
+        return torch.tanh(x + self.dropout(self.down(wide)) + self.seen)
+
+
+class Net(nn.Module):
+    """Two blocks share a weight."""
+
+    def __init__(self, dropout: float = 0.2, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(LAYERS))
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LateLink(CudaLink):
+    """A card's link that is late at chosen places; what was not copied yet holds nonsense."""
+
+    def __init__(self, late: Collection[str] = ()) -> None:
+        super().__init__(CUDA)
+        self._late = late
+        self._nonsense: list[Tensor] = []
+        self.memory: list[weakref.ref[Any]] = []
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        memory = super().host_memory(nbytes)
+        self.memory.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    def close(self) -> None:
+        super().close()
+        self._nonsense.clear()
+
+    def sleep(self, place: str, stream: torch.cuda.Stream | None = None) -> None:
+        if place in self._late:
+            with torch.cuda.stream(stream or torch.cuda.current_stream()):
+                torch.cuda._sleep(LATE)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Copy]
+    ) -> Copy:
+        after = [copy.inner if isinstance(copy, LateCopy) else copy for copy in after]
+        self.sleep("computing before")
+        if target.is_cuda:
+            poison(target)
+        else:
+            self._nonsense.append(torch.empty_like(target, device=CUDA))
+            poison(self._nonsense[-1])
+            super()._copy(stream, self._nonsense[-1], target, after)
+        self.sleep("copying before", stream)
+        copy = super()._copy(stream, source, target, after)
+        self.sleep("copying after", stream)
+        self.sleep("computing after")
+        return LateCopy(self, copy)
+
+
+class LateCopy:
+    def __init__(self, link: LateLink, inner: Copy) -> None:
+        self.inner = inner
+        self._link = link
+
+    def wait(self) -> None:
+        self._link.sleep("waiting")
+        self.inner.wait()
+        self._link.sleep("waiting")
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+
+def poison(tensor: Tensor) -> None:
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything is computed in one order, and blocks that left leave nonsense behind."""
+    drop = StreamedWeights._drop
+
+    def drop_poisoned(streamed: StreamedWeights, unit: Any) -> None:
+        memory = unit.memory
+        drop(streamed, unit)
+        if memory is not None:
+            poison(memory)
+
+    monkeypatch.setattr(StreamedWeights, "_drop", drop_poisoned)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+
+
+class Plain:
+    """A model on the card whose weights are stepped on the host, by hand."""
+
+    def __init__(self, model: Net) -> None:
+        self.model = model
+        self.owned = [p.detach().cpu() for p in model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.owned, lr=1e-2)
+
+    def step(self) -> None:
+        for parameter, owned in zip(self.model.parameters(), self.owned, strict=True):
+            owned.grad = parameter.grad.cpu() if parameter.grad is not None else None
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(self.owned, 0.5, foreach=False)
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, owned in zip(self.model.parameters(), self.owned, strict=True):
+                parameter.copy_(owned)
+
+
+class Streaming:
+    """The same with every weight streamed."""
+
+    def __init__(self, model: Net, link: LateLink, ahead: int = 1) -> None:
+        self.model = model
+        self.link = link
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.streamed = StreamedWeights(model, ["first", *BLOCKS, "head"], link, ahead=ahead)
+        self.stepped = HostSteppedWeights(self.streamed, self.optimizer, link)
+
+    def step(self) -> None:
+        owned = self.optimizer.param_groups[0]["params"]
+        nn.utils.clip_grad_norm_(owned, 0.5, foreach=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def undo(self) -> None:
+        self.stepped.undo()
+        self.streamed.undo()
+        self.link.close()
+
+
+def train(training: Plain | Streaming, *, parts: int, autocast: bool, steps: int = 3) -> list[Any]:
+    """Losses of some steps, and the weights after them, on the host."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        for _ in range(parts):
+            x = torch.randn(SAMPLES, WIDTH, device=CUDA)
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = F.mse_loss(training.model(x).float(), torch.ones(SAMPLES, 1, device=CUDA))
+            (loss / parts).backward()
+            losses.append(loss.detach())
+        training.step()
+    return [t.cpu() for t in (*losses, *training.model.state_dict().values())]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+HOWS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
+    "kept": (lambda _: None, {"parts": 1, "autocast": False}),
+    "in micro-batches": (lambda _: None, {"parts": 3, "autocast": False}),
+    "recomputed": (recompute, {"parts": 2, "autocast": False}),
+    "autocast": (lambda _: None, {"parts": 2, "autocast": True}),
+}
+
+
+@pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
+@pytest.mark.parametrize("how", HOWS)
+def test_training_is_the_same_to_the_bit_whatever_is_late(how: str, late: Collection[str]) -> None:
+    prepare, options = HOWS[how]
+    expected = train(Plain(Net().to(CUDA)), **options)
+    assert_same(train(Plain(Net().to(CUDA)), **options), expected)  # else this would say nothing
+    model, link = Net().to(CUDA), LateLink(late)
+    for block in model.blocks:
+        prepare(block)
+    streaming = Streaming(model, link)
+    assert_same(train(streaming, **options), expected)
+    streaming.undo()
+    del streaming
+    gc.collect()
+    assert not any(memory() is not None for memory in link.memory)
+    assert {p.device for p in model.parameters()} == {CUDA}
+    assert_same(
+        [t.cpu() for t in model.state_dict().values()], expected[-len(model.state_dict()) :]
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_any_number_of_blocks_may_come_ahead(ahead: int) -> None:
+    options = HOWS["in micro-batches"][1]
+    expected = train(Plain(Net().to(CUDA)), **options)
+    streaming = Streaming(Net().to(CUDA), LateLink(PLACES), ahead)
+    assert_same(train(streaming, **options), expected)
+    streaming.undo()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_blocks_are_the_same_to_the_bit(recomputed: bool) -> None:
+    def compiled(model: Net) -> Net:
+        for block in model.blocks:
+            if recomputed:
+                recompute(block, compiled=True)
+            compile_block(block)
+        return model
+
+    options = {"parts": 2, "autocast": False}
+    expected = train(Plain(compiled(Net(dropout=0.0).to(CUDA))), **options)
+    for late in ((), PLACES):
+        streaming = Streaming(compiled(Net(dropout=0.0).to(CUDA)), LateLink(late))
+        assert_same(train(streaming, **options), expected)
+        streaming.undo()
+
+
+@pytest.mark.parametrize("late", [(), PLACES], ids=str)
+@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+def test_forwards_one_after_the_other_are_the_same(
+    no_grad: Callable[[], Any], late: Collection[str]
+) -> None:
+    model = Net().to(CUDA).eval()
+    x = torch.randn(SAMPLES, WIDTH, device=CUDA)
+    with no_grad():
+        expected = model(x)
+        link = LateLink(late)
+        streamed = StreamedWeights(model, BLOCKS, link)
+        for _ in range(4):
+            assert torch.equal(model(x), expected)
+    streamed.undo()
+    link.close()
+    with no_grad():
+        assert torch.equal(model(x), expected)
+
+
+def test_a_failed_backward_leaves_everything_usable() -> None:
+    options = HOWS["kept"][1]
+    expected = train(Plain(Net().to(CUDA)), **options)
+    streaming = Streaming(Net().to(CUDA), LateLink(PLACES))
+
+    def fail(*_: Any) -> None:
+        raise OSError("in backward")
+
+    handle = streaming.model.blocks[1].up.register_full_backward_hook(fail)
+    with pytest.raises(OSError, match="in backward"):
+        streaming.model(torch.randn(2, WIDTH, device=CUDA)).sum().backward()
+    handle.remove()
+    streaming.optimizer.zero_grad()
+    assert_same(train(streaming, **options), expected)
+    streaming.undo()
+
+
+def test_the_card_holds_two_blocks_and_the_gradients_that_leave() -> None:
+    width = 2048
+    block = 4 * (4 * width * width + 5 * width)
+    model = Net(dropout=0.0, width=width).to(CUDA)
+    before = torch.cuda.memory_allocated()
+    link = CudaLink(CUDA)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streamed = StreamedWeights(model, BLOCKS, link)
+    stepped = HostSteppedWeights(streamed, optimizer, link)
+    rest = torch.cuda.memory_allocated()
+    assert before - rest > (LAYERS - 1) * block
+    x = torch.randn(8, width, device=CUDA)
+    model(x).sum().backward()  # libraries take their workspaces
+    optimizer.zero_grad()
+    kept = torch.cuda.memory_allocated() - 2 * block
+    torch.cuda.reset_peak_memory_stats()
+    loss = model(x).sum()
+    slack = 8 << 20
+    assert torch.cuda.max_memory_allocated() - kept < 2 * block + slack
+    loss.backward()
+    assert torch.cuda.max_memory_allocated() - kept < 2 * block + IN_FLIGHT + block + slack
+    optimizer.zero_grad()
+    stepped.undo()
+    streamed.undo()
+    link.close()
+
+
+@contextlib.contextmanager
+def memory_back() -> Iterator[None]:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_model_of_the_host_runs_on_the_card_as_planned() -> None:
+    model = Net(width=2048).eval()
+    batch = torch.randn(4, 2048)
+    expected = Net(width=2048).to(CUDA).eval()(batch.to(CUDA)).detach().cpu()
+    job = Job(model, None, None, batch)
+    whole = plan_inference(job, gpu=torch.cuda.get_device_name(CUDA))
+    assert whole.streamed == ()
+    budget = whole.estimate.smallest_budget - (64 << 20)
+    plan = plan_inference(job, gpu=torch.cuda.get_device_name(CUDA), budget=budget)
+    assert plan.streamed
+    with memory_back():
+        with apply_inference(plan, job) as run:
+            for _ in range(3):
+                assert torch.equal(run(batch).cpu(), expected)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        del run

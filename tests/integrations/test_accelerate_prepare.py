@@ -1,0 +1,190 @@
+"""Accelerate under a plan makes the optimizer steps of the plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from ragged_text import BLOCKS, Ragged, assert_plain, assert_same_weights, tiny_llama
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from oomph.errors import BadInput, DoesNotFit
+from oomph.integrations import framework_plan
+from oomph.integrations.accelerate import PartsLoader, prepare
+
+BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def no_state_from_other_tests() -> None:
+    """Accelerators of one process share their settings."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Loop:
+    """A training loop as Accelerate's users write it."""
+
+    def __init__(self, *, planned: bool, steps: int = 1, model: Any = None, **options: Any) -> None:
+        given = options.pop("accelerator", {})
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **given)
+        model = model or tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        loader = DataLoader(Ragged(), BATCH)
+        things = (model, optimizer, loader, scheduler)
+        if planned:
+            settings = {"budget": "64MiB", "say": lambda _: None, **options}
+            prepared = prepare(self.accelerator, *things, **settings)
+        else:
+            prepared = self.accelerator.prepare(*things)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+        self.steps = 0
+
+    def train(self, *, accumulate: bool = True, loss: Any = None) -> Loop:
+        around = self.accelerator.accumulate if accumulate else contextlib.nullcontext
+        for _ in range(2):
+            for batch in self.loader:
+                with around(self.model):
+                    found = loss(self.model, batch) if loss else self.model(**batch).loss
+                    self.accelerator.backward(found)
+                    self.steps += self.accelerator.sync_gradients
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+        return self
+
+
+LEAN = {
+    "micro_batch": 3,
+    "blocks": dict.fromkeys(BLOCKS, "recompute"),
+    "head": "lm_head",
+    "loss_chunk": 7,
+    "fused_optimizer": True,
+}
+
+
+def assert_same_loops(plain: Loop, planned: Loop, tolerance: float = 1e-4) -> None:
+    assert plain.steps == planned.steps
+    assert plain.scheduler.get_last_lr() == planned.scheduler.get_last_lr()
+    assert_same_weights(planned.model, plain.model, tolerance)
+
+
+def test_a_plan_is_found_within_the_budget_and_steps_as_the_plain_loop_does(said: Any) -> None:
+    plain = Loop(planned=False).train()
+    planned = Loop(planned=True, budget="3MiB", say=said)
+    assert planned.loader.plan.choices.micro_batch is not None
+    assert said[0].startswith("LlamaForCausalLM in 3.00 MiB on the CPU")
+    assert_same_loops(plain, planned.train())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_parts_of_a_batch_add_up_to_it(give: Any, steps: int) -> None:
+    give(**LEAN)
+    plain = Loop(planned=False, steps=steps).train()
+    planned = Loop(planned=True, steps=steps).train()
+    assert plain.steps == 6 // steps + (steps == 2)
+    assert_same_loops(plain, planned)
+
+
+def test_a_loop_that_does_not_accumulate_steps_once_for_each_batch(give: Any) -> None:
+    give(**LEAN)
+    plain = Loop(planned=False).train(accumulate=False)
+    assert_same_loops(plain, Loop(planned=True).train(accumulate=False))
+
+
+def test_bf16_stays_accelerates_own(give: Any) -> None:
+    give(**LEAN)
+    settings = {"accelerator": {"mixed_precision": "bf16"}}
+    plain = Loop(planned=False, **settings).train()
+    assert_same_loops(plain, Loop(planned=True, **settings).train(), tolerance=2e-2)
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A mean over samples."""
+    return model(batch["input_ids"]).logits.square().mean()
+
+
+def test_a_loss_of_the_loops_own_is_weighed_by_samples(give: Any) -> None:
+    give(**LEAN)
+    plain = Loop(planned=False).train(loss=squares)
+    assert_same_loops(plain, Loop(planned=True, loss=squares).train(loss=squares))
+
+
+def averaged(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A mean over labels."""
+    logits = model(batch["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_a_loss_that_samples_do_not_count_alike_in_is_refused_unless_items_are_counted(
+    give: Any,
+) -> None:
+    give(micro_batch=3)
+    uneven = Ragged()
+    uneven.labels[0, :9] = 1
+    batch = {"input_ids": uneven.tokens[:BATCH], "labels": uneven.labels[:BATCH]}
+
+    def labels(batch: Any) -> Tensor:
+        return (batch["labels"] != -100).sum()
+
+    refused = Loop(planned=True, loss=averaged)
+    with pytest.raises(BadInput, match="items=lambda batch"):
+        refused.loader._try_out(batch)
+    counted = Loop(planned=True, loss=averaged, items=labels)
+    counted.loader._try_out(batch)
+    plain = Loop(planned=False).train(loss=averaged)
+    assert_same_loops(plain, Loop(planned=True, loss=averaged, items=labels).train(loss=averaged))
+
+
+def test_taking_back_makes_everything_plain(give: Any) -> None:
+    give(**LEAN)
+    loop = Loop(planned=True, steps=2)
+    assert isinstance(loop.loader, PartsLoader)
+    assert len(loop.loader) == 3
+    assert [len(part["labels"]) for part in loop.loader] == [3, 3, 2, 3, 3, 2, 3, 2]
+    loop.loader.take_back()
+    loop.loader.take_back()
+    assert loop.accelerator.gradient_accumulation_steps == 2
+    assert "backward" not in vars(loop.accelerator)
+    assert_plain(loop.model)
+    assert [len(batch["labels"]) for batch in loop.loader] == [8, 8, 5]
+    assert not loop.optimizer.param_groups[0]["fused"]
+
+
+def test_memory_is_there_to_be_logged(give: Any, some_plan: Any) -> None:
+    give(**LEAN)
+    expected = some_plan.predicted.peak.allocated / 2**30
+    assert Loop(planned=True).loader.memory() == {"peak_gib_predicted": expected}
+
+
+def test_without_a_plan_training_goes_on_only_if_that_was_said(
+    monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DoesNotFit("no plan fits", 1)
+
+    monkeypatch.setattr(framework_plan, "plan_for_framework", refuse)
+    with pytest.raises(DoesNotFit):
+        Loop(planned=True)
+    plain = Loop(planned=False).train()
+    unplanned = Loop(planned=True, unplanned=True, say=said)
+    assert said == ["training goes on without a plan: no plan fits"]
+    assert_same_loops(plain, unplanned.train())
+
+
+def test_a_loader_that_cannot_be_looked_into_needs_a_batch(said: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    things = accelerator, model, optimizer, iter([])
+    with pytest.raises(BadInput, match="batch="):
+        prepare(*things, budget="1MiB")
+    prepare(*things, budget="1MiB", unplanned=True, say=said)
+    assert said[0].startswith("training goes on without a plan: looking at the loader's")
