@@ -9,7 +9,7 @@ demo: $(VENV)/ready
 	@$(BIN)/python -m benchmarks.demo
 
 test: lint types
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/ready
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -113,7 +113,7 @@ def test_the_state_on_a_gpu_is_what_the_optimizer_keeps_per_weight(name: str, va
     assert state_bytes(rehearse_on_gpu(job_with(name, variant))) == STATE[name] + counters
 
 
-@pytest.mark.parametrize("name", STATE.keys() - ONE_BY_ONE)
+@pytest.mark.parametrize("name", sorted(STATE.keys() - ONE_BY_ONE))
 def test_an_optimizer_takes_all_weights_at_once_on_a_gpu(name: str) -> None:
     # Decay makes every one of them allocate, so that its way of doing it shows.
     job = job_with(name, **({} if name == "Rprop" else {"weight_decay": 0.1}))
@@ -128,7 +128,7 @@ def test_an_optimizer_without_foreach_goes_weight_by_weight(name: str) -> None:
     assert not any("_foreach_" in block.op for block in rehearse_on_gpu(job_with(name)).blocks)
 
 
-@pytest.mark.parametrize("name", FUSED_ON_GPU)
+@pytest.mark.parametrize("name", sorted(FUSED_ON_GPU))
 def test_a_fused_optimizer_needs_no_memory_for_its_step(name: str) -> None:
     timeline = rehearse_on_gpu(job_with(name, "fused"))
     step = next(span for span in timeline.spans if span.name == "step")

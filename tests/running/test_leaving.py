@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import BadInput
+from oomph.errors import BadInput, HostMemoryFull
 from oomph.gpus import find_gpu
 from oomph.job import Job
 from oomph.planning.choices import Choices
+from oomph.planning.planner import plan
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Category
 from oomph.running.applying import apply_choices
+from oomph.running.run import apply
 from oomph.running.step import train_step
 from oomph.timing.clock import Clock
 
@@ -128,3 +130,14 @@ def test_undo_leaves_a_model_that_can_be_copied() -> None:
     undo()
     twin = copy.deepcopy(made)
     assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), made.parameters(), strict=True))
+
+
+def test_a_plan_for_more_host_memory_than_there_is_is_refused_before_anything_changes() -> None:
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters())
+    given = dataclasses.replace(job(), model=made, optimizer=optimizer)
+    fits = plan(given, budget="1GiB")
+    more = dataclasses.replace(fits, predicted=dataclasses.replace(fits.predicted, host=1 << 60))
+    with pytest.raises(HostMemoryFull, match="is missing"):
+        apply(more, given)
+    apply(fits, given).undo()

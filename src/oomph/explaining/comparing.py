@@ -203,7 +203,7 @@ def _differences(before: dict[str, int], after: dict[str, int]) -> tuple[Differe
 def _notes(before: Explanation, after: Explanation) -> list[str]:
     notes = []
     if before.kind != after.kind:
-        notes.append(f"the first is a {before.kind} and the second a {after.kind}")
+        notes.append(f"two kinds are compared: {before.kind} and {after.kind}")
     if before.predicted != after.predicted:
         which = "first" if before.predicted else "second"
         notes.append(f"the {which} was predicted, and the other measured")

@@ -115,6 +115,7 @@ def _rehearse(
         recorder.categorise(list(tensors_in(batch)), Category.INPUT)
         _mark_gradients(model, recorder)
         stage = _set_stage(job, model, optimizer, gpu, choices, recorder)
+        mark_model(model, recorder)  # its weights may be others now
     if watch is not None:
         watch(model, optimizer, recorder)
     if optimizer is not None:

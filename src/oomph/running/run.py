@@ -19,6 +19,7 @@ from oomph.data.prefetch_memory import prefetched_bytes
 from oomph.errors import BadInput
 from oomph.estimation import Ledgers
 from oomph.gpus import GPU, find_gpu
+from oomph.host.limits import check_host_memory
 from oomph.job import Job, build_model, make_batch, make_optimizer
 from oomph.planning.block_timer import BlockTimer
 from oomph.planning.plan import MadeFor, Plan
@@ -328,6 +329,7 @@ def _apply(
         card = _gpu_of(target)
         name, gpu = plan.made_for.job, card.name if card is not None else None
         plan.made_for.check(MadeFor.of(name, model, make_batch(job), optimizer, gpu))
+        check_host_memory(plan.predicted.host, "the plan")
         own = dataclasses.replace(job, model=model, optimizer=optimizer)
         make_another = functools.partial(make_planner, budget=plan.budget, gpu=card)
         ladder = Ladder(planner or make_another(own), plan)

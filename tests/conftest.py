@@ -1,4 +1,4 @@
-"""What all tests of running have in common."""
+"""What all tests have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Small tensors on many threads mostly wait for each other."""
     threads = torch.get_num_threads()
