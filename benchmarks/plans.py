@@ -142,14 +142,17 @@ def all_pairs() -> list[Pair]:
 
 def plan_or_refusal(job: Job, budget: int | None) -> Entry:
     """The plan as plain JSON; or a status and the reason why there is none."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.ERROR)
     try:
         return make_plan(job, budget=budget, gpu=GPU).as_dict()
     except DoesNotFit as error:
         return {"status": DOES_NOT_FIT, "smallest": error.smallest, "error": str(error)}
     except Exception:
         return {"status": FAILED, "error": traceback.format_exc()[-1500:]}
+
+
+def _be_quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
 
 
 def in_parallel(
@@ -160,7 +163,9 @@ def in_parallel(
     if not items:
         return
     # Spawned: a process that rehearsed can no longer give a forked child the GPU.
-    with multiprocessing.get_context("spawn").Pool(min(PLANNERS, len(items))) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        min(PLANNERS, len(items)), initializer=_be_quiet
+    ) as pool:
         results = pool.imap_unordered(work, items)
         for _ in items:
             try:

@@ -240,6 +240,20 @@ def test_evaluation_that_joins_its_outputs_in_an_object(tmp_path) -> None:
     assert "the attribute Outputs.joined, filled in test_watching.py" in watch.report.headline
 
 
+def test_a_model_made_after_others_is_followed_when_it_evaluates(tmp_path) -> None:
+    others = [model().eval(), model().eval()]
+
+    def program():
+        net, outputs = model().eval(), []
+        with torch.no_grad():
+            while True:
+                outputs.append(net(torch.ones(20_480, WIDTH)))
+
+    watch = explained(program, SimulatedGpu(160 * MIB), tmp_path)
+    assert kind_of(watch) is CauseKind.EVAL_ACCUMULATION
+    assert len(others) == 2
+
+
 def test_a_copy_of_the_weights_made_to_save_them(tmp_path) -> None:
     def save(net: nn.Module) -> dict[str, torch.Tensor]:
         return {name: weight.clone() for name, weight in net.state_dict().items()}

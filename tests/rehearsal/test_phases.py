@@ -332,6 +332,13 @@ def fail(model: nn.Module, batch: Tensor) -> Tensor:
         raise ValueError("on purpose")
 
 
+def test_a_rehearsal_that_fails_leaves_autocast_as_it_was() -> None:
+    torch.set_autocast_dtype("cpu", torch.bfloat16)  # CUDA's is another
+    with pytest.raises(CannotRehearse):
+        rehearse(Job(lambda: nn.Linear(2, 2), fail, "sgd", torch.ones(2, 2)), H200)
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["after success", "after failure"])
 @pytest.mark.parametrize("gpu", [None, H200], ids=["cpu", "gpu"])
 def test_the_process_is_as_before(gpu: Any, fails: bool) -> None:

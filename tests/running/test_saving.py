@@ -134,6 +134,12 @@ WAYS = {
     "recompute": (Choices(blocks={"blocks.0": "recompute"}), Net, adamw),
     "parts": (Choices(micro_batch=1), NoNorm, adamw),
     "in backward": (Choices(optimizer_in_backward=True), Net, adamw),
+    "on the host": (Choices(optimizer_on="host"), Net, adamw),
+    "masters on the host": (
+        Choices(optimizer_on="host", weights="bf16 with fp32 masters"),
+        Net,
+        adamw,
+    ),
     "fused": (Choices(fused_optimizer=True), Net, adamw),
     "masters": (Choices(weights="bf16 with fp32 masters"), Net, adamw),
     "masters in backward": (

@@ -113,6 +113,7 @@ class Logbook:
             weakref.WeakKeyDictionary()
         )
         self._hooked: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._looked_for: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._eval_calls = self._calls = 0
         self._largest_in_step = Inputs()
 
@@ -129,7 +130,9 @@ class Logbook:
                 self._look_for_roots()
 
         def look_and_evaluate(module: nn.Module) -> nn.Module:
-            if not self._hooked:
+            # Others may be there already; looking takes long, so once for each module.
+            if module not in self._hooked and module not in self._looked_for:
+                self._looked_for.add(module)
                 self._look_for_roots()
             return evaluate(module)
 

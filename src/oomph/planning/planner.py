@@ -611,7 +611,8 @@ class Planner:
             predicted=Predicted(
                 peak=estimate.peak,
                 host=estimate.timeline.host_bytes,
-                high=estimate.interval["device"].high,
+                # Under the budget the allocator gives back what it would keep without one.
+                high=min(estimate.interval["device"].high, self.budget),
                 categories_at_peak=estimate.categories_at_peak,
                 seconds=seconds,
                 unlimited_seconds=min(unlimited, seconds),

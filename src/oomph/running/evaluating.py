@@ -86,6 +86,7 @@ def evaluate_batch(
 
     `each` is called with every part, inside evaluation; it computes the loss where it is not given.
     """
+    stage.settle()
     size = micro_batch or stage.job.micro_batch
     with torch.no_grad(), in_evaluation(stage.model):
         for part in split_batch(batch, size) if size else [batch]:

@@ -88,7 +88,8 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model."""
+        """The user's model, with the weights of the last step."""
+        self._stage.settle()
         return self._stage.model
 
     @property
@@ -264,6 +265,7 @@ class Run:
             undo()
 
     def _situation(self, extra: Any = None) -> Situation:
+        self._stage.settle()
         return Situation(
             plan=self.plan,
             stage=self._stage,

@@ -303,9 +303,10 @@ def _cuda_means_cpu(cache: WeightCache) -> Iterator[None]:
 
         return mock.patch.object(torch, name, asked)
 
-    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
     with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_autocast_enabled, "cpu", torch.is_autocast_enabled("cpu"))
+        stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
+        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
         for name in (
             "is_autocast_enabled",
             "get_autocast_dtype",
@@ -318,5 +319,3 @@ def _cuda_means_cpu(cache: WeightCache) -> Iterator[None]:
             yield
         finally:
             cache.clear()
-    torch.set_autocast_enabled("cpu", enabled)
-    torch.set_autocast_dtype("cpu", dtype)
