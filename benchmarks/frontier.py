@@ -105,7 +105,13 @@ class Suite:
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite(name="llama-3.2-1b", batch=16, seq=2048, peers=LLAMA_PEERS),
+        Suite(
+            name="llama-3.2-1b",
+            batch=16,
+            seq=2048,
+            budgets=(None, 64, 40, 24, 16, 12, 8),
+            peers=LLAMA_PEERS,
+        ),
         Suite(
             name="vit-large", batch=512, seq=224, counts="samples", peers=generic_peers(batch=512)
         ),

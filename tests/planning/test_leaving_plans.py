@@ -13,7 +13,7 @@ from oomph.estimation import judge
 from oomph.gpus import find_gpu
 from oomph.job import Job
 from oomph.planning.plan import Plan
-from oomph.planning.planner import plan
+from oomph.planning.planner import make_planner, plan
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
@@ -87,3 +87,13 @@ def test_what_fits_not_even_then_names_a_budget_that_does() -> None:
         job(), gpu=H200, budget=refused.value.smallest, allow="exact", compile_blocks=False
     )
     assert feasible.choices.leaves
+
+
+def test_a_run_that_leaves_the_gpu_has_smaller_plans_to_fall_back_on() -> None:
+    first = planned(2.6)
+    planner = make_planner(
+        job(), gpu=H200, budget=first.budget, allow="exact", compile_blocks=False
+    )
+    smaller = planner.plan_like(first, first.budget - 8 * MIB)
+    assert smaller.choices.lasting == first.choices.lasting
+    assert smaller.predicted.peak.device <= first.budget - 8 * MIB

@@ -8,8 +8,10 @@ from oomph.host.cuda_link import CudaLink
 from oomph.host.link import InstantLink, Link
 
 
-def open_link(device_type: str) -> Link:
-    """The link of the current GPU; or, on the CPU, one that copies at once."""
-    if device_type == "cuda":
-        return CudaLink(torch.device("cuda", torch.cuda.current_device()))
-    return InstantLink()
+def open_link(device: str | torch.device) -> Link:
+    """The link of a GPU, the current one where none is named; or, on the CPU, one that copies."""
+    place = torch.device(device)
+    if place.type != "cuda":
+        return InstantLink()
+    index = place.index if place.index is not None else torch.cuda.current_device()
+    return CudaLink(torch.device("cuda", index))

@@ -302,7 +302,7 @@ class Planner:
             micro_batch=size,
             head=head,
             loss_chunk=min(HEARD_CHUNK, self._rows(size)) if head else None,
-            optimizer_in_backward=size is None and self._may_step_in_backward(plain.precision),
+            optimizer_in_backward=size is None and self._may_step_in_backward(plain),
         )
 
     def _may_compile(self, precision: str) -> bool:
@@ -319,11 +319,12 @@ class Planner:
             and plain.precision in ("bf16", "bf16-mixed")
         )
 
-    def _may_step_in_backward(self, precision: str) -> bool:
+    def _may_step_in_backward(self, plain: Choices) -> bool:
         return (
             self.found.steps_per_parameter
             and self.job.clip_norm is None
-            and precision != "fp16-mixed"
+            and plain.precision != "fp16-mixed"
+            and plain.optimizer_on == "gpu"
         )
 
     def _head(self) -> str:

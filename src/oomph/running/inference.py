@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map
 from oomph.errors import BadInput, CannotRehearse, DoesNotFit, OomphError
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU, find_gpu
-from oomph.host.cuda_link import CudaLink
 from oomph.host.limits import check_host_memory
-from oomph.host.link import InstantLink, Link
+from oomph.host.link import Link
+from oomph.host.open_link import open_link
 from oomph.job import Job, build_model, make_batch, repeated_blocks
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.link import RehearsedLink
@@ -168,7 +168,7 @@ def apply_inference(
     if missing:
         raise BadInput(f"the plan streams {missing[0]}, which {type(model).__name__} has not")
     check_host_memory(_host_bytes_to_take(model, plan.streamed), "keeping weights on the host")
-    link = CudaLink(target) if target.type == "cuda" else InstantLink()
+    link = open_link(target)
     return InferenceRun(job, model, plan.streamed, link, device=target, ahead=plan.ahead)
 
 
