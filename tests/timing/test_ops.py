@@ -161,3 +161,21 @@ def test_a_lookup_reads_the_rows_it_returns(lookup: Callable[[Tensor, Tensor], T
     table, at = torch.empty(1000, 8), torch.zeros(3, dtype=torch.int64)
     (work,) = works(lambda: lookup(table, at))
     assert work.bytes == 2 * 3 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "out", "flops"),
+    [
+        ((96, 32), (4, 32, 16), (96, 16), 2 * 96 * 32 * 16),  # rows of experts
+        ((32, 96), (96, 16), (4, 32, 16), 2 * 96 * 32 * 16),  # gradients of their weights
+        ((4, 8, 32), (4, 32, 16), (4, 8, 16), 4 * 2 * 8 * 32 * 16),
+    ],
+    ids=["rows", "gradients", "batches"],
+)
+def test_products_of_experts_count_the_rows_that_each_has(
+    one: tuple[int, ...], other: tuple[int, ...], out: tuple[int, ...], flops: int
+) -> None:
+    given = [torch.empty(shape, dtype=torch.bfloat16) for shape in (one, other)]
+    made = torch.empty(out, dtype=torch.bfloat16)
+    work = work_of(torch.ops.aten._grouped_mm.default, given, made)
+    assert (work.flops, work.kind, work.dtype) == (flops, "product", "bf16")

@@ -52,7 +52,7 @@ def work_of(func: Any, args: Sequence[Any], out: Any) -> Work:
     if func in _LOOKUPS:
         return Work(bytes=2 * written)
     read = sum(_nbytes(tensor) for tensor in _tensors(args))
-    if packet not in flop_registry and packet not in _ATTENTION:
+    if packet not in flop_registry and packet not in _ATTENTION and packet not in _GROUPED:
         return Work(bytes=read + written)
     first = next(_tensors(args), None)
     return Work(
@@ -66,10 +66,22 @@ def work_of(func: Any, args: Sequence[Any], out: Any) -> Work:
 def _flops(packet: Any, args: Sequence[Any], out: Any) -> float:
     if packet in _ATTENTION:
         return _attention_flops(args, *_ATTENTION[packet])
+    if packet in _GROUPED:
+        return _grouped_flops(*args[:2])
     try:
         return float(flop_registry[packet](*args, out_val=out))
     except TypeError:  # an argument that a formula wants by name, as a transposed convolution's
         return 0.0
+
+
+#: Products of several pairs of matrices that lie behind each other, as those of experts.
+_GROUPED = {aten._grouped_mm}
+
+
+def _grouped_flops(one: Tensor, other: Tensor) -> float:
+    """Groups are a dimension of both, or parts of one that the other's groups share."""
+    groups = one.shape[0] if one.dim() == other.dim() == 3 else 1
+    return float(2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1])
 
 
 #: Attention ops: where the query stands, where `is_causal` stands, and products against forward's.
