@@ -303,8 +303,10 @@ def test_the_first_step_of_an_optimizer(tmp_path) -> None:
         net = model(24, 1024)  # 96 MiB of weights, as much of gradients, twice of state
         train_step(net, torch.optim.AdamW(net.parameters()), torch.ones(16, 1024))
 
+    elsewhere = torch.optim.AdamW(model(24, 512).parameters())  # its weights are not on the device
     watch = explained(program, SimulatedGpu(300 * MIB), tmp_path)
     report = watch.report
+    assert elsewhere.param_groups
     assert kind_of(watch) is CauseKind.OPTIMIZER_FIRST_STEP
     weights = report.evidence.alive.categories["parameter"]
     assert report.cause.size == pytest.approx(2 * weights, rel=0.01)

@@ -106,7 +106,7 @@ def look_around(meter: Meter, frames: Sequence[FrameType], refusal: Refusal) -> 
         vocabularies=tuple(sorted(vocabularies)),
         weight_copies=_copies(rest, roots),
         asks_for_weight=refusal.asked in _weight_sizes(roots),
-        expected_state=sum(expected_state(one) for one in optimizers),
+        expected_state=sum(expected_state(one, meter) for one in optimizers),
     )
 
 
@@ -218,11 +218,11 @@ def _weigh_holders(holders: Sequence[Holder], ledger: _Ledger) -> list[Held]:
     return held
 
 
-def expected_state(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state once every parameter has some, by the parameter that has most already."""
+def expected_state(optimizer: torch.optim.Optimizer, meter: Meter) -> int:
+    """Bytes of state once every parameter on the device has some, as the one that has most."""
     total, most = 0, 0.0
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in _on(meter, group["params"]):
             if not parameter.requires_grad:
                 continue
             size = parameter.numel() * parameter.element_size()
