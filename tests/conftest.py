@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def loggers_speak() -> None:
+    """Programs that were tested before, and frameworks in them, may have silenced ours."""
+    logging.disable(logging.NOTSET)
+    logger = logging.getLogger("oomph")
+    logger.disabled, logger.propagate = False, True
+    logger.setLevel(logging.NOTSET)
