@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from oomph.data.packing import Row
 from oomph.data.samples import IGNORED, tokens_and_labels
 from oomph.errors import BadInput
+from oomph.techniques.micro_batch import in_evaluation
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -102,12 +103,8 @@ def check_packing(model: nn.Module, batch: dict[str, Any]) -> None:
         raise BadInput("to check packing, give a batch with at least two samples in a row")
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     changed = {**inputs, "input_ids": _with_others(batch["input_ids"], first)}
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model):
         there, other = (_logits(model(**one))[~first] for one in (inputs, changed))
-    finally:
-        model.train(was_training)
     # Kernels may add up in another order; what a neighbour leaks is of the size of the logits.
     if not torch.allclose(there, other, rtol=1e-3, atol=1e-3 * float(there.abs().max())):
         raise BadInput(_leak_advice(model))

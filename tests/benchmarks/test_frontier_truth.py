@@ -1,0 +1,45 @@
+"""oomph's rows of the frontier on an H200: what the same choices are predicted to take now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.frontier import SUITES
+from oomph.gpus import find_gpu
+from oomph.planning.audition import peak_allocated, step_effort
+from oomph.planning.choices import Choices
+from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.timeline import Timeline
+from oomph.timing.clock import Clock
+
+TRUTH = Path(__file__).parents[2] / "benchmarks/truth"
+H200 = find_gpu("h200")
+
+
+def rehearsed(suite: str, budget: str) -> tuple[dict[str, Any], Timeline]:
+    document = json.loads((TRUTH / f"h200-torch-2.11-frontier-{suite}.json").read_text())
+    cell = document["rows"]["oomph"][budget]
+    timeline = rehearse(
+        SUITES[suite].job(),
+        H200,
+        ("build", "step"),
+        choices=Choices(**cell["choices"]),
+        clock=Clock.of(H200),
+        skip_first_step=True,
+    )
+    return cell, timeline
+
+
+def test_compiled_blocks_with_dropout_take_what_was_measured() -> None:
+    cell, timeline = rehearsed("t5-large", "64")
+    assert peak_allocated(timeline) == pytest.approx(cell["allocated"], rel=5e-3)
+
+
+def test_experts_take_the_time_of_their_products() -> None:
+    cell, timeline = rehearsed("olmoe-1b-7b", "64")
+    seconds = step_effort(timeline, 1).seconds(Clock.of(H200))
+    assert seconds == pytest.approx(cell["seconds"], rel=0.25)
