@@ -1,13 +1,18 @@
 """Ragged data three ways: `python -m benchmarks.feeding --out OUT [--small]`.
 
 Trains a small Llama on samples of skewed lengths in batches of a fixed size, padded to their
-longest; in batches by tokens; and in packed rows. All have the largest size that is predicted to
-fit one budget, which is enforced. Prints real tokens (those of samples, without padding) a second,
-and the loss per token: that of the same untrained weights over the same samples, summed over all
-learned tokens and divided by their number, so that only the way of batching differs.
+longest; in batches by tokens; and in packed rows. The fixed size is the largest that is predicted
+to fit a budget, which is enforced; the other two have no more tokens in a batch. Each way takes all
+samples once, so that only the way of batching differs. Prints real tokens (those of samples,
+without padding) a second, and the loss per token: that of the same untrained weights over the same
+samples, summed over all learned tokens and divided by their number.
 
 Then a loader that alone would be twice as fast as the step feeds it, with and without prefetching:
-how much of the time does the GPU wait? Writes `feeding.json` into OUT. `--small` runs on the CPU.
+how much of the time does the GPU wait?
+
+Writes `feeding.json` into OUT after each stage: a run that is killed loses only the one it was in.
+`--small` runs on the CPU. `--only-sizes h200` predicts the sizes for that card, on any machine, and
+writes `sizes.json`; with `--sizes FILE` the card is only measured.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,19 +35,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.plans import save
 from benchmarks.real_steps import fill_weights
 from oomph.data.loader import Loader
 from oomph.data.packed_rows import PackedDataset, check_packing, pack_row
 from oomph.data.packing import PackedBatches
 from oomph.data.padding import pad_samples
 from oomph.data.prefetch import Prefetcher
+from oomph.data.prefetch_memory import prefetched_bytes
 from oomph.data.samples import IGNORED
 from oomph.data.token_batches import TokenBatches
 from oomph.data.token_limit import tokens_that_fit
 from oomph.data.waiting import make_waiting
 from oomph.errors import BadInput
-from oomph.estimation import Estimate, estimate
-from oomph.gpus import find_gpu
+from oomph.estimation import estimate
+from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, make_optimizer
 from oomph.running.run import enforce
 from oomph.techniques.allocator_settings import EXPANDABLE, set_allocator
@@ -49,6 +58,8 @@ from oomph.units import GIB, MIB, format_bytes, parse_bytes
 
 #: Steps that warm up, and count for nothing.
 WARM_UP = 3
+#: Batches that the slow loader repeats.
+REPEATED = 4
 #: How far apart losses per token may be that differ by the order of sums and by rounding alone.
 TOLERANCE = {"cuda": 2e-3, "cpu": 1e-5}
 PREFETCH = 2
@@ -71,9 +82,10 @@ class Setting:
     typical: int
     longest: int
     samples: int
-    steps: int
     compared: int
     """Samples over which losses are compared."""
+    steps: int
+    """With the slow loader."""
 
     @property
     def precision(self) -> Any:
@@ -87,15 +99,15 @@ class Setting:
 ON_A_CARD = Setting(
     device="cuda",
     budget=24 * GIB,
-    hidden=1024,
-    layers=16,
+    hidden=1536,  # few wide layers: the card is busy with small batches, too
+    layers=5,
     vocabulary=32_000,
     shortest=16,
     typical=160,
     longest=2048,
-    samples=20_000,
-    steps=40,
+    samples=2_000,
     compared=256,
+    steps=20,
 )
 SMALL = Setting(
     device="cpu",
@@ -106,10 +118,31 @@ SMALL = Setting(
     shortest=4,
     typical=16,
     longest=128,
-    samples=400,
-    steps=6,
+    samples=200,
     compared=40,
+    steps=6,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The largest batches that are predicted to fit; each was rehearsed itself."""
+
+    setting: Setting
+    gpu: str | None
+    torch: str
+    rows: int
+    """Samples of a padded batch; as many of the longest are the most tokens of any batch."""
+    packed_rows: int
+    padded_bytes: int
+    """Predicted device memory of the largest padded batch."""
+    packed_bytes: int
+    rehearsals: int
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.setting.longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +152,12 @@ class Way:
     name: str
     open: Callable[[Sequence[int]], Iterable[Batch]]
     """A pass over the samples with these numbers."""
-    worst: tuple[int, int]
-    predicted: Estimate
-    padding: float
+    rows: int
+    """Of the largest batch, all as long as the longest sample."""
+    worst: Batch
+    """That batch, with made-up tokens."""
+    predicted: int
+    """Device memory with it, in bytes."""
 
 
 def make_lengths(setting: Setting) -> list[int]:
@@ -166,84 +202,111 @@ def make_job(setting: Setting, batch: Batch) -> Job:
     )
 
 
-def padded_job(setting: Setting, rows: int, length: int) -> Job:
+def padded_batch(rows: int, length: int) -> Batch:
     """The longest sample among shorter ones, so that attention needs its mask."""
     samples = [torch.ones(length if not row else -(-length // 2)) for row in range(rows)]
-    return make_job(setting, pad_samples([sample.long() for sample in samples]))
+    return pad_samples([sample.long() for sample in samples])
 
 
-def packed_job(setting: Setting, rows: int, length: int) -> Job:
+def packed_batch(rows: int, length: int) -> Batch:
     half = torch.ones(length // 2).long()
     row = pack_row([half, half], length=length)
-    return make_job(setting, {name: torch.stack([value] * rows) for name, value in row.items()})
+    return {name: torch.stack([value] * rows) for name, value in row.items()}
 
 
-def make_ways(setting: Setting, lengths: list[int], dataset: list[Tensor]) -> list[Way]:
-    """Each with the largest batches that are predicted to fit."""
-    gpu = find_gpu(torch.cuda.get_device_name()) if setting.device == "cuda" else None
+def find_sizes(setting: Setting, gpu: GPU | None) -> Sizes:
+    """Rehearse until they are known; needs no card."""
+    began = time.perf_counter()
     limit = tokens_that_fit(
-        functools.partial(padded_job, setting),
-        lengths,
+        lambda rows, length: make_job(setting, padded_batch(rows, length)),
+        make_lengths(setting),
         gpu=gpu,
         budget=setting.budget,
         prefetch=PREFETCH,
         phases=PHASES,
         allocator=EXPANDABLE,
     )
-    size = limit.value // setting.longest
-    rows, packed = size, limit.estimate
-    while rows:
-        job = packed_job(setting, rows, setting.longest)
-        packed = estimate(job, gpu=gpu, budget=setting.budget, phases=PHASES, allocator=EXPANDABLE)
+    rows = limit.value // setting.longest
+    for packed_rows in range(rows, 0, -1):
+        batch = packed_batch(packed_rows, setting.longest)
+        packed = estimate(
+            make_job(setting, batch),
+            gpu=gpu,
+            budget=setting.budget - prefetched_bytes(batch, PREFETCH),
+            phases=PHASES,
+            allocator=EXPANDABLE,
+        )
         if packed.fits:
-            break
-        rows -= 1
-    if not rows:
-        raise BadInput(f"no packed row fits {format_bytes(setting.budget)}")
+            return Sizes(
+                setting=setting,
+                gpu=gpu.name if gpu is not None else None,
+                torch=torch.__version__,
+                rows=rows,
+                packed_rows=packed_rows,
+                padded_bytes=limit.estimate.peak.device,
+                packed_bytes=packed.peak.device,
+                rehearsals=limit.rehearsals + 1 + rows - packed_rows,
+                seconds=time.perf_counter() - began,
+            )
+    raise BadInput(f"no packed row fits {format_bytes(setting.budget)}: raise --budget")
+
+
+def read_sizes(path: Path, setting: Setting, gpu: GPU | None) -> Sizes:
+    """Those of a file, if they were found for this setting and card."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    sizes = Sizes(**{**found, "setting": Setting(**found["setting"])})
+    name = gpu.name if gpu is not None else None
+    if sizes.setting != setting or sizes.gpu != name:
+        raise BadInput(
+            f"{path} holds the sizes of another setting or card ({sizes.gpu}, and this is {name}):"
+            " write it again with --only-sizes"
+        )
+    return sizes
+
+
+def make_ways(sizes: Sizes) -> list[Way]:
+    """The three, over the same samples."""
+    setting = sizes.setting
+    lengths = make_lengths(setting)
+    dataset = make_dataset(setting, lengths)
 
     def fixed(which: Sequence[int]) -> Iterable[Batch]:
         return DataLoader(
             [dataset[at] for at in which],  # type: ignore[arg-type]
-            batch_size=size,
+            batch_size=sizes.rows,
             shuffle=True,
             generator=torch.Generator().manual_seed(0),
             collate_fn=pad_samples,
         )
 
     def by_tokens(which: Sequence[int]) -> Iterable[Batch]:
-        batches = TokenBatches([lengths[at] for at in which], tokens=limit.value)
+        batches = TokenBatches([lengths[at] for at in which], tokens=sizes.tokens)
         return Loader([dataset[at] for at in which], batches, collate=pad_samples)
 
     def in_rows(which: Sequence[int]) -> Iterable[Batch]:
         chosen = [dataset[at] for at in which]
-        batches = PackedBatches([lengths[at] for at in which], length=setting.longest, rows=rows)
+        batches = PackedBatches(
+            [lengths[at] for at in which], length=setting.longest, rows=sizes.packed_rows
+        )
         return Loader(PackedDataset(chosen, length=setting.longest), batches)
 
-    shuffled = np.random.default_rng(0).permutation(lengths)
-    longest = [part.max() for part in np.array_split(shuffled, len(lengths) // size)]
-    worst = size, setting.longest
+    padded = functools.partial(
+        Way,
+        rows=sizes.rows,
+        worst=padded_batch(sizes.rows, setting.longest),
+        predicted=sizes.padded_bytes,
+    )
+    packed = Way(
+        name="packed rows",
+        open=in_rows,
+        rows=sizes.packed_rows,
+        worst=packed_batch(sizes.packed_rows, setting.longest),
+        predicted=sizes.packed_bytes,
+    )
     return [
-        Way(
-            name="fixed size, padded",
-            open=fixed,
-            worst=worst,
-            predicted=limit.estimate,
-            padding=1 - sum(lengths) / float(size * sum(longest)),
-        ),
-        Way(
-            name="by tokens",
-            open=by_tokens,
-            worst=worst,
-            predicted=limit.estimate,
-            padding=TokenBatches(lengths, tokens=limit.value).waste().padding,
-        ),
-        Way(
-            name="packed rows",
-            open=in_rows,
-            worst=(rows, setting.longest),
-            predicted=packed,
-            padding=PackedBatches(lengths, length=setting.longest, rows=rows).waste().padding,
-        ),
+        padded(name="fixed size, padded", open=fixed),
+        padded(name="by tokens", open=by_tokens),
+        packed,
     ]
 
 
@@ -253,7 +316,8 @@ class Trainer:
     def __init__(self, setting: Setting) -> None:
         self.setting, self.device = setting, torch.device(setting.device)
         torch.manual_seed(0)
-        self.model = make_model(setting).to(self.device)
+        with self.device:  # where numbers are drawn fastest
+            self.model = make_model(setting).to(self.device)
         fill_weights(self.model)
         self._optimizer = make_optimizer(setting.optimizer)(self.model.parameters())
 
@@ -303,34 +367,32 @@ def real_tokens(batch: Batch) -> int:
 
 def measure(setting: Setting, way: Way) -> dict[str, Any]:
     """Real tokens a second, memory and loss per token of one way."""
+    free_memory()
     trainer = Trainer(setting)
-    everything = range(setting.samples)
-    compared = list(range(setting.compared))
+    compared = range(setting.compared)
     loss = trainer.loss_per_token(way.open(compared))
-    if setting.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds, tokens, computed = [], 0, 0
-    with Prefetcher(_forever(way, everything), trainer.device, PREFETCH) as batches:
-        began = time.perf_counter()
-        for at, batch in enumerate(batches):
+    free_memory()
+    # The largest batch takes all memory from the driver that the others will use; those of the
+    # compared samples load kernels for shapes of their kind.
+    for batch in trainer.on_device(itertools.chain([way.worst] * WARM_UP, way.open(compared))):
+        trainer.step(batch)
+    seconds, tokens, computed = list[float](), 0, 0
+    began = time.perf_counter()
+    with Prefetcher(way.open(range(setting.samples)), trainer.device, PREFETCH) as batches:
+        for batch in batches:
             trainer.step(batch)
-            now = time.perf_counter()
-            if at >= WARM_UP:
-                seconds.append(now - began)
-                tokens += real_tokens(batch)
-                computed += batch["input_ids"].numel()
+            seconds.append(time.perf_counter() - began)
+            tokens += real_tokens(batch)
+            computed += batch["input_ids"].numel()
             began = time.perf_counter()
-            if at + 1 == WARM_UP + setting.steps:
-                break
-        waited = sum(batches.waited[WARM_UP:])
-    peak = torch.cuda.max_memory_reserved() if setting.device == "cuda" else None
+        waited = sum(batches.waited)
     return {
         "name": way.name,
-        "worst_shape": way.worst,
-        "predicted_device_bytes": way.predicted.peak.device,
-        "measured_reserved_bytes": peak,
-        "padding_of_an_epoch": way.padding,
+        "worst_shape": (way.rows, setting.longest),
+        "predicted_device_bytes": way.predicted,
+        **measured_memory(setting),
+        "tokens": tokens,
+        "padding": 1 - tokens / computed,
         "tokens_per_second": tokens / sum(seconds),
         "computed_per_second": computed / sum(seconds),
         "waited": waited / sum(seconds),
@@ -339,9 +401,22 @@ def measure(setting: Setting, way: Way) -> dict[str, Any]:
     }
 
 
-def _forever(way: Way, which: Sequence[int]) -> Iterator[Batch]:
-    while True:
-        yield from way.open(which)
+def free_memory() -> None:
+    """Models of earlier stages go, and their memory goes back: the budget is for one."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+
+
+def measured_memory(setting: Setting) -> dict[str, int | None]:
+    """The most since it was freed, and how often the allocator gave its cache back for more."""
+    on_card = setting.device == "cuda"
+    return {
+        "measured_reserved_bytes": torch.cuda.max_memory_reserved() if on_card else None,
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"] if on_card else None,
+    }
 
 
 class Slow:
@@ -358,12 +433,13 @@ class Slow:
 
 def measure_waiting(setting: Setting, way: Way) -> dict[str, Any]:
     """How long the device waits for a loader that alone is twice as fast as the step."""
+    free_memory()
     trainer = Trainer(setting)
-    pass_of = iter(way.open(range(setting.samples)))
-    batches = [next(pass_of) for _ in range(4)]
+    batches = list(itertools.islice(way.open(range(setting.samples)), REPEATED))
     if "position_ids" in batches[0]:
-        check_packing(trainer.model, dict(next(trainer.on_device(batches[:1]))))
-    seconds = []
+        row = {name: value[:1] for name, value in batches[0].items()}
+        check_packing(trainer.model, next(trainer.on_device([row])))
+    seconds = list[float]()
     for batch in trainer.on_device(batches * 2):
         began = time.perf_counter()
         trainer.step(batch)
@@ -405,29 +481,31 @@ def _waited_with(trainer: Trainer, loader: Iterable[Batch]) -> float:
 
 
 def compare(
-    setting: Setting, ways: list[dict[str, Any]], waiting: dict[str, Any]
+    sizes: Sizes, ways: list[dict[str, Any]], waiting: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The ways beside the first one."""
-    base = ways[0]
-    apart = max(abs(way["loss_per_token"] / base["loss_per_token"] - 1) for way in ways)
+    """The ways measured so far beside the first one."""
+    base = ways[0] if ways else {}
+    apart = max(
+        (abs(way["loss_per_token"] / base["loss_per_token"] - 1) for way in ways), default=0
+    )
     return {
-        "setting": dataclasses.asdict(setting),
+        "sizes": dataclasses.asdict(sizes),
         "ways": [
             {**way, "speed_up": way["tokens_per_second"] / base["tokens_per_second"]}
             for way in ways
         ],
         "losses_apart": apart,
-        "losses_equal": apart <= TOLERANCE[setting.device],
+        "losses_equal": apart <= TOLERANCE[sizes.setting.device],
         "waiting": waiting,
     }
 
 
 def describe(result: dict[str, Any]) -> str:
     """A table; all numbers but `predicted` were measured."""
-    setting = result["setting"]
+    setting = result["sizes"]["setting"]
     lines = [
-        f"lengths {setting['shortest']}–{setting['longest']}, budget"
-        f" {format_bytes(setting['budget'])}",
+        f"{setting['samples']:,} samples of {setting['shortest']}–{setting['longest']} tokens,"
+        f" budget {format_bytes(setting['budget'])}",
         f"{'batches':<20}{'worst':>10}{'padding':>9}{'tokens/s':>11}{'×':>6}{'predicted':>12}"
         f"{'reserved':>12}{'loss/token':>12}",
     ]
@@ -435,22 +513,47 @@ def describe(result: dict[str, Any]) -> str:
         rows, length = way["worst_shape"]
         reserved = way["measured_reserved_bytes"]
         lines.append(
-            f"{way['name']:<20}{f'{rows}×{length}':>10}{way['padding_of_an_epoch']:>9.1%}"
+            f"{way['name']:<20}{f'{rows}×{length}':>10}{way['padding']:>9.1%}"
             f"{way['tokens_per_second']:>11,.0f}{way['speed_up']:>6.2f}"
             f"{format_bytes(way['predicted_device_bytes']):>12}"
             f"{format_bytes(reserved) if reserved is not None else '–':>12}"
             f"{way['loss_per_token']:>12.5f}"
         )
     words = "equal" if result["losses_equal"] else "NOT equal"
-    waiting = result["waiting"]
-    lines += [
-        f"losses per token are {words}: at most {result['losses_apart']:.1e} apart",
-        f"a loader of {waiting['loader_seconds'] * 1000:.1f} ms a batch and a step of"
-        f" {waiting['step_seconds'] * 1000:.1f} ms: the device waits"
-        f" {waiting['waited_without']:.1%} of the time without prefetching and"
-        f" {waiting['waited_with']:.1%} with it",
-    ]
+    lines.append(f"losses per token are {words}: at most {result['losses_apart']:.1e} apart")
+    if (waiting := result["waiting"]) is not None:
+        lines.append(
+            f"a loader of {waiting['loader_seconds'] * 1000:.1f} ms a batch and a step of"
+            f" {waiting['step_seconds'] * 1000:.1f} ms: the device waits"
+            f" {waiting['waited_without']:.1%} of the time without prefetching and"
+            f" {waiting['waited_with']:.1%} with it"
+        )
     return "\n".join(lines)
+
+
+def run(setting: Setting, gpu: GPU | None, out: Path, given_sizes: Path | None) -> dict[str, Any]:
+    """Every stage, said when it begins and written down when it ends."""
+    path, began = out / "feeding.json", time.perf_counter()
+
+    def begin(stage: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s  {stage}", flush=True)
+
+    if given_sizes is not None:
+        sizes = read_sizes(given_sizes, setting, gpu)
+    else:
+        begin("the largest sizes that fit, by rehearsal")
+        sizes = find_sizes(setting, gpu)
+    ways, measured = make_ways(sizes), list[dict[str, Any]]()
+    save(path, compare(sizes, measured, None))
+    for way in ways:
+        begin(f"{way.name}, at most {way.rows} × {setting.longest} tokens")
+        measured.append(measure(setting, way))
+        save(path, compare(sizes, measured, None))
+    begin("a slow loader")
+    result = compare(sizes, measured, measure_waiting(setting, ways[-1]))
+    save(path, result)
+    begin("done")
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -459,23 +562,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true", help="a smoke test on the CPU")
     parser.add_argument("--budget", type=parse_bytes)
-    parser.add_argument("--steps", type=int)
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--sizes", type=Path, help="a file that --only-sizes wrote")
+    sizes.add_argument("--only-sizes", metavar="GPU", help="for this card, as h200; needs none")
     given = parser.parse_args(arguments)
     setting = SMALL if given.small else ON_A_CARD
-    asked = {"budget": given.budget, "steps": given.steps}
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    setting = dataclasses.replace(setting, **changes)
+    if given.budget is not None:
+        setting = dataclasses.replace(setting, budget=given.budget)
+    if given.only_sizes:
+        found = find_sizes(setting, find_gpu(given.only_sizes))
+        save(given.out / "sizes.json", dataclasses.asdict(found))
+        return
+    gpu = None
     if setting.device == "cuda":
         set_allocator(EXPANDABLE)  # batches of many shapes would leave gaps
-        card = find_gpu(torch.cuda.get_device_name())
-        enforce(setting.budget, card, torch.device("cuda", torch.cuda.current_device()))
-    lengths = make_lengths(setting)
-    ways = make_ways(setting, lengths, make_dataset(setting, lengths))
-    measured = [measure(setting, way) for way in ways]
-    result = compare(setting, measured, measure_waiting(setting, ways[-1]))
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "feeding.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(describe(result))
+        gpu = find_gpu(torch.cuda.get_device_name())
+        enforce(setting.budget, gpu, torch.device("cuda", torch.cuda.current_device()))
+    print(describe(run(setting, gpu, given.out, given.sizes)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Optimizers off the GPU, oomph's and its peers': `python -m benchmarks.offload --out OUT`.
+"""What leaves the GPU, oomph's way and its peers': `python -m benchmarks.offload --out OUT`.
 
-Everybody trains a Llama of 3 B parameters in bf16 on 8 × 2048 tokens: peers with Liger's kernels
-and gradient checkpointing, each as its authors document it; oomph within budgets of device memory,
-with exact clipping. Each row runs in a process of its own; `offload.json` in OUT has the rows so
-far, and a second call runs only what is missing. A plan for a budget is taken from
-`OUT/plans/BUDGET.json` where there is one, else the settings below are. `--table FILE` prints what
-a file holds anywhere.
+Two jobs: a Llama of 3 B parameters in bf16 on 8 × 2048 tokens, and a full fine-tune of one of 8 B
+parameters with fp32 masters on 16 × 2048. Peers run with Liger's kernels and gradient
+checkpointing, each as its authors document it; oomph by its plans within budgets of device memory,
+with exact clipping and without. Rows are set up side by side, in processes of their own, and stand
+still while one of them is timed.
+
+`offload.json` in OUT has the rows so far, and a second call runs only what is missing. Plans are
+taken from `OUT/plans`; `--only-plans` makes them anywhere, with no GPU. `--table FILE` prints what
+a file holds.
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
-import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import checkpoint, use_liger
+from benchmarks.plans import GPU, load, plan_or_refusal, save
 from benchmarks.real_steps import (
     OK,
     Step,
@@ -41,40 +44,88 @@ from benchmarks.real_steps import (
     run_steps,
     set_up,
 )
-from oomph.host.cuda_link import CudaLink
-from oomph.host.link import InstantLink, Link
-from oomph.job import Job, batch_size, compute_loss, repeated_blocks, split_batch
+from benchmarks.side_by_side import Seat, SharedCard, Task
+from oomph.job import Job, batch_size
 from oomph.job_sources import job_from_name
-from oomph.planning.choices import RECOMPUTE, Choices
-from oomph.planning.plan import Plan
-from oomph.running.applying import apply_choices
+from oomph.planning.plan import Plan, torch_version
 from oomph.running.run import apply
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.units import GIB
 
-MODEL, BATCH, SEQ = "llama-3.2-3b", 8, 2048
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-5
 NOT_INSTALLED = "not installed"
 
-#: Seconds that a row may take, and the steps that are timed.
-PATIENCE_S, TIMED_STEPS = 300, 3
+#: Seconds that a row may take, the steps before the timed ones, and those.
+PATIENCE_S, WARM_UP, TIMED_STEPS = 400, 3, 3
+#: Rows that are set up at a time: the host's memory is what they share.
+AT_ONCE = 3
 
 MakeStep = Callable[[Training], Step]
 
 
-def make_job() -> Job:
-    """The job as a user has it, untouched."""
-    job = job_from_name(MODEL, batch=BATCH, seq=SEQ, precision="bf16", optimizer="adamw-fused")
-    return dataclasses.replace(job, clip_norm=CLIP_NORM)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job that does not fit where it is to run."""
+
+    name: str
+    model: str
+    batch: int
+    seq: int
+    precision: str
+    budgets: tuple[float, ...]
+    """GiB that oomph gets."""
+    clips: tuple[bool, ...]
+    """Whether oomph's rows clip."""
+    on_host: bool
+    """Whether everybody is given a model on the host: it takes most of the host's memory."""
+
+    def job(self, *, clips: bool = True) -> Job:
+        """The job as a user has it, untouched."""
+        job = job_from_name(
+            self.model,
+            batch=self.batch,
+            seq=self.seq,
+            precision=self.precision,
+            optimizer="adamw-fused",
+        )
+        return dataclasses.replace(job, clip_norm=CLIP_NORM if clips else None)
+
+    @property
+    def words(self) -> str:
+        """The job in a line."""
+        return f"{self.model}, {self.batch} × {self.seq}, {self.precision}"
+
+
+CASES = {
+    "3b": Case(
+        name="3b",
+        model="llama-3.2-3b",
+        batch=8,
+        seq=2048,
+        precision="bf16",
+        budgets=(11.1, 8.0),
+        clips=(False, True),
+        on_host=False,
+    ),
+    "8b": Case(
+        name="8b",
+        model="llama-3.1-8b",
+        batch=16,
+        seq=2048,
+        precision="bf16-mixed",
+        budgets=(24.0,),
+        clips=(False,),
+        on_host=True,
+    ),
+}
 
 
 # -- peers -----------------------------------------------------------------------------------------
 
 
 def prepare(model: nn.Module) -> None:
-    """Liger's kernels, where the model runs on a card, and gradient checkpointing."""
-    if next(model.parameters()).is_cuda:
+    """Liger's kernels, where there is a card, and gradient checkpointing."""
+    if torch.cuda.is_available():
         use_liger(model)
     checkpoint(model)
 
@@ -90,7 +141,7 @@ def torchao_offload(training: Training) -> Step:
         fused=True,
         lr=LEARNING_RATE,
     )
-    return _plain_step(training, optimizer, clip_norm=None)
+    return plain_step(training, optimizer, clip_norm=None)
 
 
 def torchao_8bit(training: Training) -> Step:
@@ -100,10 +151,12 @@ def torchao_8bit(training: Training) -> Step:
     optimizer = optim.AdamW8bit(
         training.model.parameters(), lr=LEARNING_RATE, bf16_stochastic_round=True
     )
-    return _plain_step(training, optimizer, clip_norm=CLIP_NORM)
+    return plain_step(training, optimizer, clip_norm=CLIP_NORM)
 
 
-def _plain_step(training: Training, optimizer: Any, clip_norm: float | None) -> Step:
+def plain_step(training: Training, optimizer: Any, clip_norm: float | None) -> Step:
+    """Forward, backward, clip, step."""
+
     def step() -> Tensor:
         loss: Tensor = training.model(**training.batch).loss
         loss.backward()
@@ -131,8 +184,10 @@ def deepspeed(stage: int, training: Training) -> Step:
             **({"offload_param": on_cpu} if stage == 3 else {}),
         },
     }
+    # Each process is a world of its own; their ports must not meet.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    port = str(20_000 + os.getpid() % 20_000)
+    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     prepare(training.model)
     engine, *_ = importlib.import_module("deepspeed").initialize(
         model=training.model, model_parameters=training.model.parameters(), config=settings
@@ -156,6 +211,10 @@ class Row:
     needs: tuple[str, ...] = ()
     budget: float | None = None
     """GiB of device memory; None is all the card has."""
+    room: float = 40.0
+    """GiB that it takes at most, where it has no budget."""
+    from_host: bool = False
+    """Whether it is given a model on the host, and brings it to the card by itself."""
 
     @property
     def is_installed(self) -> bool:
@@ -163,192 +222,166 @@ class Row:
         return all(importlib.util.find_spec(package) is not None for package in self.needs)
 
 
-PEERS = (
-    Row(
-        name="torchao CPUOffloadOptimizer, gradients offloaded (no clipping)",
-        make_step=torchao_offload,
-        needs=("torchao", "liger_kernel"),
-    ),
-    Row(
-        name="torchao AdamW8bit, stochastic rounding (lossy)",
-        make_step=torchao_8bit,
-        needs=("torchao", "liger_kernel"),
-    ),
-    Row(
-        name="DeepSpeed ZeRO-2, optimizer on CPU",
-        make_step=functools.partial(deepspeed, 2),
-        needs=("deepspeed", "liger_kernel"),
-    ),
-    Row(
-        name="DeepSpeed ZeRO-3, optimizer and parameters on CPU",
-        make_step=functools.partial(deepspeed, 3),
-        needs=("deepspeed", "liger_kernel"),
-    ),
+ZERO_3 = Row(
+    name="DeepSpeed ZeRO-3, optimizer and parameters on CPU",
+    make_step=functools.partial(deepspeed, 3),
+    needs=("deepspeed", "liger_kernel"),
 )
+PEERS = {
+    "3b": (
+        Row(
+            name="torchao CPUOffloadOptimizer, gradients offloaded (no clipping)",
+            make_step=torchao_offload,
+            needs=("torchao", "liger_kernel"),
+        ),
+        Row(
+            name="torchao AdamW8bit, stochastic rounding (lossy)",
+            make_step=torchao_8bit,
+            needs=("torchao", "liger_kernel"),
+        ),
+        Row(
+            name="DeepSpeed ZeRO-2, optimizer on CPU",
+            make_step=functools.partial(deepspeed, 2),
+            needs=("deepspeed", "liger_kernel"),
+        ),
+        ZERO_3,
+    ),
+    "8b": (ZERO_3,),
+}
 
 
 # -- oomph -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What oomph does where no plan says it."""
-
-    placement: HostPlacement
-    loss_chunk: int = 1024
-    micro_batch: int | None = None
-    compiled: bool = True
+def plan_path(out: Path, case: Case, budget: float, *, clips: bool) -> Path:
+    """Where oomph's plan for a row is kept."""
+    return out / "plans" / f"{case.name}-{budget:g}{'-clipped' if clips else ''}.json"
 
 
-def by_settings(settings: Settings, training: Training) -> Step:
-    """All blocks recomputed and compiled, the loss in chunks, the optimizer on the host."""
-    blocks = repeated_blocks(training.model)
-    paths = [path for path, module in training.model.named_modules() if module in blocks]
-    choices = Choices(
-        precision="bf16",
-        blocks=dict.fromkeys(paths, RECOMPUTE),
-        compiled=settings.compiled,
-        head="lm_head",
-        loss_chunk=settings.loss_chunk,
-    )
-    job = dataclasses.replace(
-        make_job(), model=training.model, optimizer=training.optimizer, batch=training.batch
-    )
-    stage, _ = apply_choices(
-        choices, job, training.model, training.optimizer, device_type=training.device_type
-    )
-    host = HostOptimizer(
-        training.model,
-        training.optimizer,
-        _link(training),
-        settings.placement,
-        blocks=blocks,
-        clip_norm=CLIP_NORM,
-    )
-    total = batch_size(training.batch)
-    parts = split_batch(training.batch, settings.micro_batch or total)
-
-    def step() -> Tensor:
-        losses = []
-        for part in parts:
-            loss = compute_loss(stage.job, training.model, part) * (batch_size(part) / total)
-            with host.backward(last=part is parts[-1]):
-                loss.backward()
-            losses.append(loss.detach())
-            del loss
-        host.step()
-        return torch.stack(losses).sum()
-
-    return step
+def make_plans(cases: Sequence[Case], out: Path) -> None:
+    """Make the plans that are not there yet."""
+    for case, budget, clips in _rows_of_oomph(cases):
+        path = plan_path(out, case, budget, clips=clips)
+        if not path.exists():
+            answer = plan_or_refusal(case.job(clips=clips), int(budget * GIB))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(path, answer)
+            print(f"{path.stem}: {answer.get('error', 'planned')}", flush=True)
 
 
-def _link(training: Training) -> Link:
-    device = next(training.model.parameters()).device
-    return CudaLink(device) if device.type == "cuda" else InstantLink()
+def _rows_of_oomph(cases: Sequence[Case]) -> list[tuple[Case, float, bool]]:
+    return [
+        (case, budget, clips) for case in cases for budget in case.budgets for clips in case.clips
+    ]
 
 
-def by_plan(path: Path, training: Training) -> Step:
+def by_plan(case: Case, path: Path, clips: bool, training: Training) -> Step:
     """What a plan says."""
     job = dataclasses.replace(
-        make_job(), model=training.model, optimizer=training.optimizer, batch=training.batch
+        case.job(clips=clips),
+        model=training.model,
+        optimizer=training.optimizer,
+        batch=training.batch,
     )
-    run = apply(Plan.load(path), job)
+    plan = Plan.load(path)
+    # It may have been made elsewhere with another PyTorch: what it promises is measured here.
+    here = dataclasses.replace(plan.made_for, torch=torch_version())
+    run = apply(dataclasses.replace(plan, made_for=here), job, device=_card(training))
     return functools.partial(run.step, training.batch)
 
 
-#: By budget and name. Within 11.1 GiB there is room for some gradients to wait on the GPU.
-SETTINGS: Mapping[float, Mapping[str, Settings]] = {
-    11.1: {
-        "streamed": Settings(placement=HostPlacement(keep_gradients=2 * GIB, ahead=4)),
-        "half by the host": Settings(
-            placement=HostPlacement(host_share=0.5, keep_gradients=2 * GIB, ahead=4)
-        ),
-        "all by the host": Settings(placement=HostPlacement(host_share=1.0)),
-    },
-    8.0: {
-        "streamed, mb2": Settings(
-            placement=HostPlacement(keep_gradients=0, bucket=16 << 20), micro_batch=2
-        ),
-    },
-}
+def _card(training: Training) -> torch.device:
+    """Where the batch is; the model may wait elsewhere."""
+    (device,) = {leaf.device for leaf in training.batch.values()}
+    return torch.device(device)
 
 
-def oomph_rows(out: Path) -> list[Row]:
-    """oomph within each budget: by its plan, or by the settings above."""
+def oomph_rows(case: Case, out: Path) -> list[Row]:
+    """oomph within each budget, by its plan."""
     rows = []
-    for budget, ways in SETTINGS.items():
-        plan = out / "plans" / f"{budget:g}.json"
-        steps: dict[str, MakeStep] = {
-            way: functools.partial(by_settings, settings) for way, settings in ways.items()
-        }
-        if plan.exists():
-            steps = {"planned": functools.partial(by_plan, plan)}
-        rows += [
-            Row(name=f"oomph within {budget:g} GiB, {way}", make_step=step, budget=budget)
-            for way, step in steps.items()
-        ]
+    for _, budget, clips in _rows_of_oomph([case]):
+        path = plan_path(out, case, budget, clips=clips)
+        clipped = "clipped" if clips else "no clipping"
+        rows.append(
+            Row(
+                name=f"oomph within {budget:g} GiB, {clipped}",
+                make_step=functools.partial(by_plan, case, path, clips),
+                budget=budget,
+                from_host=True,
+            )
+        )
     return rows
 
 
 # -- running ---------------------------------------------------------------------------------------
 
 
-def run_row(row: Row) -> dict[str, Any]:
+def run_row(case: Case, row: Row, seat: Seat) -> dict[str, Any]:
     """A row's cell, in this process."""
 
     def run() -> dict[str, Any]:
-        training = set_up(make_job())
+        training = set_up(case.job())
+        if row.from_host or case.on_host:
+            training.model.cpu()
         begin(training, None if row.budget is None else int(row.budget * GIB))
         step = row.make_step(training)
-        losses = run_steps(step, 3)
-        seconds = clock(step, TIMED_STEPS)
+        losses = run_steps(step, WARM_UP)
+        with seat.alone():
+            seconds = clock(step, TIMED_STEPS)
         tokens = training.batch["input_ids"].numel()
         return {"rate": tokens / seconds, "seconds": seconds, "losses": losses, **peaks()}
 
-    return attempt(run) | {"environment": environment()}
+    began = time.perf_counter()
+    cell = attempt(run)
+    return cell | {"whole_seconds": time.perf_counter() - began, "environment": environment()}
 
 
-def load(out: Path) -> dict[str, Any]:
-    """The rows so far."""
-    path = out / "offload.json"
-    empty = {"schema": 1, "job": f"{MODEL}, {BATCH} × {SEQ}, bf16", "rows": {}}
-    return json.loads(path.read_text()) if path.exists() else empty
+def results_path(out: Path, case: Case) -> Path:
+    """Where a case's rows are kept."""
+    return out / f"offload-{case.name}.json"
 
 
-def put(out: Path, name: str, cell: dict[str, Any]) -> None:
+def put(out: Path, case: Case, name: str, cell: dict[str, Any]) -> None:
     """Write a row's cell beside the others."""
-    document = load(out)
+    document = load(results_path(out, case), {"schema": 1, "job": case.words, "rows": {}})
     document["rows"][name] = cell
     out.mkdir(parents=True, exist_ok=True)
-    whole = out / "offload.json.new"
-    whole.write_text(json.dumps(document, indent=1) + "\n")
-    whole.replace(out / "offload.json")
-    print(f"{name}: {_rate(cell)} {cell.get('error', '')[-300:]}", flush=True)
+    save(results_path(out, case), document)
+    print(f"{case.name}: {name}: {_rate(cell)} {cell.get('error', '')[-300:]}", flush=True)
 
 
-def run_missing(rows: Sequence[Row], out: Path) -> None:
-    """Run what is not there yet, one after the other."""
+def tasks_of(case: Case, rows: Sequence[Row], out: Path) -> list[Task]:
+    """What is not there yet, as work for processes."""
+    done = load(results_path(out, case), {"rows": {}})["rows"]
+    tasks = []
     for row in rows:
-        known = load(out)["rows"].get(row.name, {"status": NOT_INSTALLED})
-        if known["status"] != NOT_INSTALLED:
+        if done.get(row.name, {"status": NOT_INSTALLED})["status"] != NOT_INSTALLED:
             continue
         if not row.is_installed:
-            put(out, row.name, {"status": NOT_INSTALLED})
+            put(out, case, row.name, {"status": NOT_INSTALLED})
             continue
-        command = [sys.executable, "-m", "benchmarks.offload", "--out", str(out), "--row", row.name]
-        try:
-            code = subprocess.run(command, timeout=PATIENCE_S, check=False).returncode
-            ended = f"the process ended with {code}"
-        except subprocess.TimeoutExpired:
-            ended = f"not done in {PATIENCE_S} s"
-        if row.name not in load(out)["rows"]:
-            put(out, row.name, {"status": "failed", "error": ended})
+        tasks.append(_task(case, row, out))
+    return tasks
+
+
+def _task(case: Case, row: Row, out: Path) -> Task:
+    def work(seat: Seat) -> None:
+        seat.tell(run_row(case, row, seat))
+
+    def hear(cell: dict[str, Any]) -> None:
+        put(out, case, row.name, cell)
+
+    def end(how: dict[str, str]) -> None:
+        if how:
+            put(out, case, row.name, how)
+
+    return Task(needs=int((row.budget or row.room) * GIB), work=work, hear=hear, end=end)
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The table as markdown."""
+    """A case's table as markdown."""
     lines = [
-        f"{document['job']}, clipped to {CLIP_NORM}",
+        document["job"],
         "",
         "| who | tokens/s | peak GiB | reserved GiB |",
         "| --- | --- | --- | --- |",
@@ -366,12 +399,14 @@ def _rate(cell: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all rows, or one of them, or print what was run."""
+    """Make plans, run what is missing, or print what was run."""
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(prog="benchmarks.offload", description=__doc__)
-    parser.add_argument("--out", type=Path, help="the folder for results")
-    parser.add_argument("--row", help="run this row in this process")
+    parser.add_argument("--out", type=Path, help="the folder for results and plans")
+    parser.add_argument("--case", choices=list(CASES), action="append", help="leave out the others")
     parser.add_argument("--only", choices=["oomph", "peers"])
+    parser.add_argument("--only-plans", action="store_true", help=f"make plans for {GPU}, no more")
+    parser.add_argument("--time-limit", type=float, default=3600, help="seconds for all rows")
     parser.add_argument("--table", type=Path, help="print this file and run nothing")
     options = parser.parse_args(arguments)
     if options.table:
@@ -379,18 +414,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.out is None:
         parser.error("give --out")
-    rows = [
-        *(oomph_rows(options.out) if options.only != "peers" else ()),
-        *(PEERS if options.only != "oomph" else ()),
-    ]
-    if options.row:
-        row = next((row for row in rows if row.name == options.row), None)
-        if row is None:
-            parser.error(f"rows are {'; '.join(row.name for row in rows)}")
-        put(options.out, row.name, run_row(row))
+    deadline = time.monotonic() + options.time_limit
+    cases = [CASES[name] for name in options.case or CASES]
+    if options.only != "peers":
+        make_plans(cases, options.out)
+    if options.only_plans:
         return
-    run_missing(rows, options.out)
-    print(render(load(options.out)))
+    for case in cases:
+        rows = [
+            *(oomph_rows(case, options.out) if options.only != "peers" else ()),
+            *(PEERS[case.name] if options.only != "oomph" else ()),
+        ]
+        # What takes all of the host's memory is alone on it.
+        at_once = 1 if case.on_host else AT_ONCE
+        card = SharedCard(at_once=at_once, patience=PATIENCE_S, deadline=deadline)
+        card.run(tasks_of(case, rows, options.out))
+        print(render(load(results_path(options.out, case), {"job": case.words, "rows": {}})))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,54 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import offload
-from benchmarks.offload import PEERS, Row, Settings, by_settings, oomph_rows, render, run_row
+from benchmarks.offload import CASES, PEERS, Case, Row, oomph_rows, plan_path, render, run_row
+from benchmarks.plans import save
 from benchmarks.real_steps import set_up
 from oomph.job import Job
-from oomph.techniques.host_optimizer import HostPlacement
+from oomph.planning.planner import plan
+
+GIB = 1 << 30
 
 
-def tiny_job() -> Job:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    tokens = torch.ones(4, 8, dtype=torch.long)
-    batch = {"input_ids": tokens, "labels": tokens}
-    build = functools.partial(LlamaForCausalLM, config)
-    return Job(build, None, "adamw", batch, precision="bf16", clip_norm=1.0)
+class TinyCase(Case):
+    def job(self, *, clips: bool = True) -> Job:
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+        tokens = torch.ones(4, 8, dtype=torch.long)
+        batch = {"input_ids": tokens, "labels": tokens}
+        build = functools.partial(LlamaForCausalLM, config)
+        clip_norm = offload.CLIP_NORM if clips else None
+        return Job(build, None, "adamw", batch, precision="fp32", clip_norm=clip_norm)
+
+
+TINY = TinyCase(
+    name="tiny",
+    model="tiny",
+    batch=4,
+    seq=8,
+    precision="fp32",
+    budgets=(0.5,),
+    clips=(False, True),
+    on_host=False,
+)
+
+
+class NobodyElse:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        yield
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "make_job", tiny_job)
     monkeypatch.setattr(offload, "set_up", functools.partial(set_up, device="cpu"))
     monkeypatch.setattr(offload, "begin", lambda training, budget: None)
     monkeypatch.setattr(offload, "clock", lambda step, count: float(step() > 0))
@@ -46,79 +69,56 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "environment", dict)
 
 
-def settings(**changes: Any) -> Settings:
-    return Settings(loss_chunk=8, compiled=False, **changes)
-
-
-def losses(step: offload.MakeStep) -> list[float]:
-    cell = run_row(Row(name="one", make_step=step))
+def losses(row: Row) -> list[float]:
+    cell = run_row(TINY, row, NobodyElse())  # type: ignore[arg-type]
     assert cell["status"] == "ok", cell
     assert cell["rate"] == 4 * 8
     return list(cell["losses"])
 
 
 def plain(training: offload.Training) -> offload.Step:
-    return offload._plain_step(training, training.optimizer, clip_norm=1.0)
+    return offload.plain_step(training, training.optimizer, clip_norm=offload.CLIP_NORM)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"placement": HostPlacement(bucket=1000, keep_gradients=0)},
-        {"placement": HostPlacement(bucket=1000, host_share=1.0)},
-        {"placement": HostPlacement(bucket=1000, host_share=0.5), "micro_batch": 2},
-    ],
-)
-def test_oomph_trains_the_same_model(changes: dict[str, Any]) -> None:
-    ours = losses(functools.partial(by_settings, settings(**changes)))
-    theirs = losses(plain)
-    assert ours[0] != ours[-1]
-    assert ours == pytest.approx(theirs, rel=2e-2)
+def test_oomph_trains_the_same_model(tmp_path: Path) -> None:
+    for clips in TINY.clips:
+        made = plan(TINY.job(clips=clips), budget="512MiB")
+        save(plan_path(tmp_path, TINY, 0.5, clips=clips), made.as_dict())
+    unclipped, clipped = (losses(row) for row in oomph_rows(TINY, tmp_path))
+    theirs = losses(Row(name="plain", make_step=plain))
+    assert clipped == pytest.approx(theirs, rel=1e-5)
+    assert unclipped != clipped
+    assert clipped[0] != clipped[-1]
 
 
-def test_rows_that_need_what_is_not_there_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Row, "is_installed", False)
-    offload.run_missing(PEERS, tmp_path)
-    rows = json.loads((tmp_path / "offload.json").read_text())["rows"]
-    assert {cell["status"] for cell in rows.values()} == {"not installed"}
-    assert len(rows) == len(PEERS)
+def test_rows_that_need_what_is_not_there_say_so(tmp_path: Path) -> None:
+    row = Row(name="other", make_step=plain, needs=("no_such_package",))
+    assert offload.tasks_of(TINY, [row], tmp_path) == []
+    found = json.loads(offload.results_path(tmp_path, TINY).read_text())
+    assert found["rows"]["other"] == {"status": offload.NOT_INSTALLED}
 
 
-def test_rows_run_once_each_in_a_process_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[str] = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        begun.append(command[-1])
-        if len(begun) == 1:
-            offload.main(command[3:])
-            return subprocess.CompletedProcess(command, 0)
-        return subprocess.CompletedProcess(command, 3)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    way = {"streamed": settings(placement=HostPlacement(bucket=1000))}
-    monkeypatch.setattr(offload, "SETTINGS", {11.1: way, 8.0: way})
-    for _ in range(2):
-        offload.main(["--out", str(tmp_path), "--only", "oomph"])
-    assert begun == ["oomph within 11.1 GiB, streamed", "oomph within 8 GiB, streamed"]
-    rows = json.loads((tmp_path / "offload.json").read_text())["rows"]
-    assert [cell["status"] for cell in rows.values()] == ["ok", "failed"]
+def test_what_was_run_is_not_run_again_but_for_what_was_not_installed(tmp_path: Path) -> None:
+    offload.put(tmp_path, TINY, "done", {"status": "out of memory"})
+    offload.put(tmp_path, TINY, "installed now", {"status": offload.NOT_INSTALLED})
+    rows = [Row(name=name, make_step=plain) for name in ("done", "installed now", "new")]
+    assert len(offload.tasks_of(TINY, rows, tmp_path)) == 2
 
 
-def test_a_plan_takes_the_place_of_settings(tmp_path: Path) -> None:
-    (tmp_path / "plans").mkdir()
-    (tmp_path / "plans" / "8.json").write_text("{}")
-    names = [row.name for row in oomph_rows(tmp_path)]
-    assert "oomph within 8 GiB, planned" in names
-    assert not any("8 GiB, streamed" in name for name in names)
-    assert any("11.1 GiB, streamed" in name for name in names)
+def test_every_case_has_peers_and_plans_of_its_own(tmp_path: Path) -> None:
+    assert PEERS.keys() == CASES.keys()
+    paths = [
+        plan_path(tmp_path, case, budget, clips=clips)
+        for case, budget, clips in offload._rows_of_oomph(list(CASES.values()))
+    ]
+    assert len(set(paths)) == len(paths)
 
 
-def test_the_table_has_a_line_for_each() -> None:
-    cell = {"status": "ok", "rate": 20200.0, "allocated": 10 << 30, "reserved": 11 << 30}
-    rows = {"one": cell, "other": {"status": "not installed"}}
-    lines = render({"job": "llama", "rows": rows}).splitlines()
-    assert lines[-2:] == ["| one | 20,200 | 10.00 | 11.00 |", "| other | not installed |  |  |"]
+def test_a_table_says_speed_and_memory() -> None:
+    rows: dict[str, Any] = {
+        "fast": {"status": "ok", "rate": 20_000.4, "allocated": 11 * GIB, "reserved": 12 * GIB},
+        "large": {"status": "out of memory"},
+    }
+    text = render({"job": "a job", "rows": rows})
+    assert "| fast | 20,000 | 11.00 | 12.00 |" in text
+    assert "| large | out of memory |  |  |" in text

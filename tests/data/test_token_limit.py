@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oomph.data import token_limit
 from oomph.data.batch_shapes import in_shape
 from oomph.data.prefetch_memory import prefetched_bytes
 from oomph.data.token_batches import TokenBatches
 from oomph.data.token_limit import tokens_that_fit
 from oomph.errors import BadInput, DoesNotFit
-from oomph.estimation import estimate
+from oomph.estimation import Estimate, estimate
 from oomph.job import Job, make_batch
 
 KIB = 1024
@@ -72,6 +76,49 @@ def test_every_batch_of_that_many_tokens_fits() -> None:
     assert len(shapes) > 3
     for rows, length in shapes:
         assert estimate(make_job(rows, length), budget=400 * KIB, phases=("step",)).fits
+
+
+class CostlySamples(Net):
+    """A sample costs as much as many tokens, however short it is."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        once = self.embed(ids[:, :1]).mean(-1, keepdim=True).expand(-1, -1, 1024).exp()
+        logits: Tensor = super().forward(ids) + once.mean(-1, keepdim=True)
+        return logits
+
+
+def costly(rows: int, length: int) -> Job:
+    return dataclasses.replace(make_job(rows, length), model=CostlySamples)
+
+
+def test_short_samples_that_cost_more_decide() -> None:
+    limit = tokens_that_fit(costly, [8, 64] * 200, budget=1600 * KIB, phases=("step",))
+    rows = limit.value // 64
+    beyond = rows + 1
+
+    def fits(samples: int, length: int) -> bool:
+        return estimate(costly(samples, length), budget=1600 * KIB, phases=("step",)).fits
+
+    assert fits(rows, 64)
+    assert fits(rows * 8, 8)
+    assert fits(beyond, 64)
+    assert not fits(beyond * 8, 8)
+    assert limit.next_value == beyond * 64
+
+
+def test_every_rehearsal_counts_and_the_shortest_samples_need_only_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = list[int]()
+
+    def noting(job: Job, **options: Any) -> Estimate:
+        lengths.append(make_batch(job)["input_ids"].shape[1])
+        return estimate(job, **options)
+
+    monkeypatch.setattr(token_limit, "estimate", noting)
+    limit = tokens_that_fit(make_job, [8, 64] * 40, budget=400 * KIB, phases=("step",))
+    assert limit.rehearsals == len(lengths)
+    assert lengths.count(8) == 1
 
 
 def test_prefetched_batches_leave_less_room() -> None:

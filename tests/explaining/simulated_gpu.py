@@ -22,8 +22,17 @@ from oomph.units import MIB, format_bytes
 class SimulatedGpu(TorchDispatchMode):
     """While active, every tensor that is made is on this device."""
 
-    def __init__(self, total: int, *, others: int = 0, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        others: int = 0,
+        limit: int | None = None,
+        begun: bool = True,
+    ) -> None:
         super().__init__()
+        #: Whether the program uses it yet; a real one notes refusals once it was asked after that.
+        self.begun, self._notes_refusals = begun, False
         self.device = "simulated:0"
         self.gpu = None
         self.refusal: Refusal | None = None
@@ -36,6 +45,7 @@ class SimulatedGpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.begun = True
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self._count(tensor)
@@ -50,7 +60,8 @@ class SimulatedGpu(TorchDispatchMode):
             handle = self._allocator.malloc(storage.nbytes())
         except OutOfMemory as error:
             asked = error.requested
-            self.refusal = Refusal(asked=asked, reading=self.read())
+            if self._notes_refusals:
+                self.refusal = Refusal(asked=asked, reading=self.read())
             message = f"Tried to allocate {format_bytes(asked)}."
             raise torch.OutOfMemoryError(message) from None
         died = functools.partial(self._free, key)
@@ -61,7 +72,8 @@ class SimulatedGpu(TorchDispatchMode):
         self._allocator.free(handle)
 
     def is_ready(self) -> bool:
-        return True
+        self._notes_refusals = self.begun
+        return self.begun
 
     def sample(self) -> Sample:
         stats = self._allocator.stats

@@ -7,8 +7,13 @@ import torch
 from simulated_gpu import SimulatedGpu
 from torch import nn
 
+from oomph.estimation import estimate
 from oomph.explaining import logbook
 from oomph.explaining.logbook import ALWAYS, MOST_NOTES, Inputs, Logbook, Notes
+from oomph.host.link import InstantLink
+from oomph.job import Job
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 from oomph.units import MIB
 
 
@@ -32,6 +37,29 @@ def test_every_step_of_a_short_run_is_noted(net) -> None:
     with (log := book()).open():
         train(net, torch.optim.SGD(net.parameters(), lr=0.1), *[3] * 10)
     assert [note.step for note in log.notes] == list(range(1, 11))
+
+
+def test_steps_that_are_made_in_parts_are_counted_as_wholes(net) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    with (log := book()).open():
+        in_backward = OptimizerInBackward(optimizer)
+        for _ in range(3):
+            with in_backward.armed():
+                net(torch.ones(2, 4)).sum().backward()
+        in_backward.undo()
+        host = HostOptimizer(net, optimizer, InstantLink())
+        with host.backward():
+            net(torch.ones(2, 4)).sum().backward()
+        host.step()
+        host.undo()
+    assert [note.step for note in log.notes] == [1, 2, 3, 4]
+
+
+def test_the_steps_of_a_rehearsal_are_nobodys(net) -> None:
+    optimizer = torch.optim.AdamW(net.parameters())
+    with (log := book()).open():
+        estimate(Job(net, lambda model, x: model(x).sum(), optimizer, torch.ones(2, 4)))
+    assert log.steps == 0
 
 
 def test_a_note_that_would_cost_more_than_half_a_percent_is_left_out(net, monkeypatch) -> None:

@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import oomph
 from oomph.errors import BadInput
 from oomph.explaining.causes import CauseKind
+from oomph.explaining.failure import size_asked_for
 from oomph.explaining.watching import Watch
 from oomph.units import MIB
 
@@ -183,6 +184,41 @@ def test_fragmentation(tmp_path) -> None:
     assert kind_of(watch) is CauseKind.FRAGMENTATION
     assert "expandable_segments" in watch.report.remedies[0].do
     assert watch.report.evidence.reading.unused >= 80 * MIB
+
+
+def ask_for(size: int) -> None:
+    """Without any module, whose call would make a watch look at the device."""
+    torch.empty(8 * MIB, dtype=torch.uint8)
+    torch.empty(size, dtype=torch.uint8)
+
+
+def test_a_request_that_is_refused_before_any_module_is_called_is_known_to_the_byte(
+    tmp_path,
+) -> None:
+    asked = 90 * MIB + 512
+    watch = explained(lambda: ask_for(asked), SimulatedGpu(64 * MIB), tmp_path)
+    assert watch.report.evidence.asked == asked
+
+
+def test_of_a_device_that_begins_inside_the_error_says_what_was_asked_for(tmp_path) -> None:
+    device = SimulatedGpu(64 * MIB, begun=False)
+    watch = explained(lambda: ask_for(90 * MIB + 512), device, tmp_path)
+    assert watch.report.evidence.asked == 90 * MIB
+    assert "90.00 MiB were asked for" in watch.report.headline
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has …", 512 * MIB),
+        ("Tried to allocate 1.50 GiB. GPU 0 has …", 1536 * MIB),
+        ("Tried to allocate 512 bytes. GPU 0 has …", 512),
+        ("Tried to allocate 4194304.00 GiB. GPU 0 has …", 0),
+        ("CUDA driver error: out of memory", 0),
+    ],
+)
+def test_what_an_error_says_was_asked_for(words: str, size: int) -> None:
+    assert size_asked_for(torch.OutOfMemoryError(words)) == size
 
 
 def test_memory_held_by_another_process(tmp_path) -> None:

@@ -6,17 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import oomph
 from benchmarks.accuracy import LEDGERS, compare, measured_peaks
-from benchmarks.cases import all_cases
+from benchmarks.cases import Case, all_cases
 from oomph.gpus import find_gpu
-from oomph.running.run import enforce
-from oomph.units import GIB
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,57 +26,47 @@ NAMES = [
     "lstm/32x256/bf16-mixed/adamw",
 ]
 
+#: In a process that forks before it uses the card, and of the truth only what is compared here.
+MEASURE = """
+import json, sys
+from pathlib import Path
+from benchmarks.cases import all_cases
+from benchmarks.measure import run_all
+path, *names = sys.argv[1:]
+cases = [case for case in all_cases() if case.name in names]
+results = run_all(cases, dict.fromkeys(names, 0))
+kept = [{key: one[key] for key in ("name", "phases", "error") if key in one} for one in results]
+Path(path).write_text(json.dumps(kept))
+"""
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in all_cases() if case.name == name)
+
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    folder = tmp_path_factory.mktemp("measured")
-    command = [sys.executable, "-m", "benchmarks.measure", str(folder), *NAMES]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
-    document = json.loads((folder / "cases.json").read_text())
-    return {record["name"]: record for record in document["cases"]}
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("measured") / "cases.json"
+    command = [sys.executable, "-c", MEASURE, str(path), *NAMES]
+    done = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {record["name"]: record for record in json.loads(path.read_text())}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_measured_lies_in_the_predicted_interval(
-    name: str, measured: dict[str, dict[str, object]]
+    name: str, measured: dict[str, dict[str, Any]]
 ) -> None:
-    case = next(case for case in all_cases() if case.name == name)
-    row = compare(case, measured[name], gpu=find_gpu(torch.cuda.get_device_name()))
+    record = measured[name]
+    assert "error" not in record, record["error"]
+    row = compare(case_of(name), record, gpu=find_gpu(torch.cuda.get_device_name()))
     for ledger in LEDGERS:
         interval = row.predicted.interval[ledger]
-        assert interval.low <= measured_peaks(measured[name])[ledger] <= interval.high
+        assert interval.low <= measured_peaks(record)[ledger] <= interval.high, ledger
 
 
 def test_a_rehearsal_takes_no_memory_of_the_card() -> None:
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    compare(all_cases()[10], {"phases": {"step": dict.fromkeys(LEDGERS, 1)}})
+    case = case_of("encoder/16x512/bf16-mixed/adamw")
+    compare(case, {"phases": {"step": dict.fromkeys(LEDGERS, 1)}})
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
-
-
-def test_a_model_and_a_batch_on_the_card_are_planned_for_and_trained() -> None:
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(512, (4, 64), device="cuda")
-    batch = {"input_ids": tokens, "labels": tokens}
-    with oomph.fit(model, optimizer, None, batch, precision="bf16-mixed", time_blocks=True) as run:
-        losses = [float(run.step(batch)) for _ in range(5)]
-    assert losses[-1] < losses[0]
-
-
-def test_a_budget_is_enforced_on_a_card_without_a_number() -> None:
-    card = find_gpu(torch.cuda.get_device_name())
-    try:
-        enforce(8 * GIB, card, torch.device("cuda"))
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,3 +178,38 @@ class _Weak:
         storage = self._storage()
         assert storage is not None, "memory was freed while a copy of it was under way"
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
+
+
+class NobodyWaits(DeferredLink):
+    """The host must not wait while it is in a step."""
+
+    stepping = False
+
+    def _enqueue(self, *args: Any) -> Any:
+        copy = super()._enqueue(*args)
+        finish = copy.finish
+
+        def finish_outside_steps() -> None:
+            assert not self.stepping, "the host waited"
+            finish()
+
+        copy.finish = finish_outside_steps
+        return copy
+
+
+class CountingLink(DeferredLink):
+    """Knows which of its host memory is still in use."""
+
+    def __init__(self, room: float = float("inf"), **how: Any) -> None:
+        super().__init__(**how)
+        self.room = room
+        self.live: dict[int, int] = {}
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        if sum(self.live.values()) + nbytes > self.room:
+            raise MemoryError("no room on the host")
+        memory = super().host_memory(nbytes)
+        storage = memory.untyped_storage()
+        self.live[storage._cdata] = nbytes
+        weakref.finalize(storage, self.live.pop, storage._cdata)
+        return memory

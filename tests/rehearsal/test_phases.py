@@ -405,9 +405,9 @@ def test_leaving_out_repeated_micro_batches_changes_no_byte(
         precision="bf16-mixed",
         checkpointing=checkpointing,
     )
-    shortened = estimate(job, "h200", phases=("first step", "step"))
+    shortened = estimate(job, "h200", phases=("first step", "step", "eval"))
     monkeypatch.setattr(phases, "_first_of_each_size", list)
-    whole = estimate(job, "h200", phases=("first step", "step"))
+    whole = estimate(job, "h200", phases=("first step", "step", "eval"))
     assert len(whole.timeline.blocks) > 1.5 * len(shortened.timeline.blocks)
     assert shortened.phases == whole.phases
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from oomph.host.link import Link
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.master_weights import MasterWeights
+from oomph.techniques.streamed_weights import StreamedWeights
 
 WORDS, WIDTH = 24, 16
 
@@ -91,6 +93,8 @@ class Recipe:
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     scaler: Callable[[], torch.amp.GradScaler] | None = None
     around_forward: Callable[[], Any] | None = None
+    prepare: Callable[[Net], None] | None = None
+    """What is done to the model before all else."""
 
 
 @dataclass(kw_only=True)
@@ -107,6 +111,8 @@ class Training:
     def __post_init__(self) -> None:
         recipe = self.recipe
         self.model = make_net(dtype=recipe.dtype).to(recipe.device)
+        if recipe.prepare is not None:
+            recipe.prepare(self.model)
         self.optimizer = recipe.make_optimizer(self.model)
         if recipe.masters:
             self.masters = MasterWeights(self.model, self.optimizer)
@@ -114,13 +120,22 @@ class Training:
         self.scaler = recipe.scaler() if recipe.scaler else None
         self.generator = torch.Generator().manual_seed(1)
 
-    def go_to_host(self, link: Link, **placement: Any) -> HostOptimizer:
+    def go_to_host(
+        self,
+        link: Link,
+        *,
+        weights: StreamedWeights | None = None,
+        blocks: Sequence[nn.Module] | None = None,
+        **placement: Any,
+    ) -> HostOptimizer:
         self.host = HostOptimizer(
             self.model,
             self.optimizer,
             link,
             HostPlacement(**{"bucket": SMALL, **placement}),
+            blocks=blocks,
             masters=self.masters,
+            weights=weights,
             clip_norm=self.recipe.clip_norm,
             scaler=self.scaler,
         )
@@ -140,7 +155,8 @@ class Training:
         for at, part in enumerate(parts):
             # In the last part it may be missing where an earlier one had it.
             sometimes = number % 3 == 1 and at == 0
-            logits = self.model(part[:, :-1], sometimes)
+            with self.recipe.around_forward() if self.recipe.around_forward else nullcontext():
+                logits = self.model(part[:, :-1], sometimes)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten())
             loss = loss / len(parts)
             total += float(loss.detach())
@@ -173,7 +189,7 @@ class Training:
         optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
-        found = {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+        found = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
         if self.masters is not None:
             for name, p in self.model.named_parameters():
                 found[f"master of {name}"] = self.masters.master_of(p).detach().cpu().clone()
@@ -213,3 +229,22 @@ def nearly(one: Training, other: Training, tolerance: float = 1e-6) -> None:
     for name, value in one.weights().items():
         difference = (value - theirs_by_name[name]).norm()
         assert difference <= tolerance * theirs_by_name[name].norm(), name
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 5)
+
+
+def overflowing() -> torch.amp.GradScaler:
+    """A scale that the first gradients are too large for, and later ones at times."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+
+
+def fail_once(model: Net) -> None:
+    """The next backward fails in the middle."""
+
+    def fail(gradient: Tensor) -> None:
+        handle.remove()
+        raise RuntimeError("in the middle of backward")
+
+    handle = model.blocks[1].up.weight.register_hook(fail)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,16 @@ import torch
 from host_training import (
     SMALL,
     MakeOptimizer,
-    Net,
     Recipe,
     Training,
     adamw,
+    fail_once,
     nearly,
+    overflowing,
     plain,
     same_bits,
     two_groups,
+    warm_up,
 )
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.step_buckets import make_buckets
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import DeferredLink
+from deferred_link import CountingLink, DeferredLink, NobodyWaits
 
 STEPS = 7
 """A step that uses every parameter comes back twice."""
@@ -55,15 +56,6 @@ def on_host(name: str, link: Link, steps: int = STEPS, **placement: Any) -> Trai
 
 def of(optimizer: type[torch.optim.Optimizer], **options: Any) -> MakeOptimizer:
     return lambda model: optimizer(two_groups(model), **{"lr": 1e-2, **options})  # type: ignore[call-arg]
-
-
-def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 5)
-
-
-def overflowing() -> torch.amp.GradScaler:
-    """A scale that the first gradients are too large for, and later ones at times."""
-    return torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
 
 
 RECIPES = {
@@ -278,23 +270,6 @@ def test_forgotten_waits_would_be_noticed(name: str, patience: int) -> None:
         same_bits(on_host(name, Impatient(patience), keep_gradients=2000), plainly(name))
 
 
-class NobodyWaits(DeferredLink):
-    """The host must not wait while it is in a step."""
-
-    stepping = False
-
-    def _enqueue(self, *args: Any) -> Any:
-        copy = super()._enqueue(*args)
-        finish = copy.finish
-
-        def finish_outside_steps() -> None:
-            assert not self.stepping, "the host waited"
-            finish()
-
-        copy.finish = finish_outside_steps
-        return copy
-
-
 @pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped", "masters, clipped"])
 def test_the_host_never_waits_for_streamed_steps(name: str) -> None:
     link = NobodyWaits()
@@ -404,24 +379,6 @@ def test_weights_that_somebody_writes_to_are_stepped_by_the_host() -> None:
     nearly(train(1.0), train(None))
 
 
-class CountingLink(DeferredLink):
-    """Knows which of its host memory is still in use."""
-
-    def __init__(self, room: float = float("inf")) -> None:
-        super().__init__()
-        self.room = room
-        self.live: dict[int, int] = {}
-
-    def host_memory(self, nbytes: int) -> Tensor:
-        if sum(self.live.values()) + nbytes > self.room:
-            raise MemoryError("no room on the host")
-        memory = super().host_memory(nbytes)
-        storage = memory.untyped_storage()
-        self.live[storage._cdata] = nbytes
-        weakref.finalize(storage, self.live.pop, storage._cdata)
-        return memory
-
-
 @pytest.mark.parametrize("name", ["plain", "in parts, clipped", "masters, clipped"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_undo_gives_all_host_memory_back(name: str, share: float) -> None:
@@ -461,16 +418,6 @@ def test_a_full_host_leaves_the_optimizer_as_it_was() -> None:
 
 
 # -- failures --------------------------------------------------------------------------------------
-
-
-def fail_once(model: Net) -> None:
-    """The next backward fails in the middle."""
-
-    def fail(gradient: Tensor) -> None:
-        handle.remove()
-        raise RuntimeError("in the middle of backward")
-
-    handle = model.blocks[1].up.weight.register_hook(fail)
 
 
 @pytest.mark.parametrize("name", ["clipped", "in parts, clipped", "masters, clipped"])

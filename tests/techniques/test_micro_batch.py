@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import BadInput
-from oomph.job import Job
+from oomph.job import Job, split_batch
 from oomph.running.step import Stage, train_step
 from oomph.techniques.micro_batch import Weigher, why_whole
 
@@ -177,6 +180,67 @@ def test_a_batch_without_any_target_has_no_mean_in_parts_either() -> None:
     batch["labels"][:] = -100
     (loss,), _ = trained(plain, [batch], 2)
     assert loss.isnan()
+
+
+class Away(Tensor):
+    """On another device, as far as anyone can tell; only single numbers go together with it."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Away:
+        away: Away = Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device="meta"
+        )
+        away.inner = inner
+        return away
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(not isinstance(tensor, Away) and tensor.dim() for tensor in given):
+            raise RuntimeError("Expected all tensors to be on the same device")
+
+        def here(leaf: Any) -> Any:
+            leaf = leaf.inner if isinstance(leaf, Away) else leaf
+            return torch.device("cpu") if leaf == torch.device("meta") else leaf
+
+        result = func(*tree_map(here, args), **tree_map(here, kwargs or {}))
+        return tree_map(lambda leaf: Away(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+class Moves(TorchDispatchMode):
+    """What is moved to `meta` goes away, with its values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("meta"):
+            return Away(args[0].clone())
+        return func(*args, **kwargs)
+
+
+def test_targets_are_found_where_the_loss_moved_them() -> None:
+    scores = torch.randn(4, 3, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, 2, 3], [4, -100, -100], [1, -100, 2], [3, 3, -100]])
+    batch = {"scores": scores, "labels": labels}
+
+    def loss_of(part: dict[str, Tensor]) -> Tensor:
+        moved = {name: tensor.to("meta") for name, tensor in part.items()}
+        return F.cross_entropy(moved["scores"].flatten(0, 1), moved["labels"].flatten())
+
+    weigher, losses = Weigher(), []
+    with Moves():
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.equal(labels, labels.to("meta"))  # else this test would say nothing
+        weigher.begin(batch)
+        for part in split_batch(batch, 1):
+            loss = weigher.weigh(part, 0.25, functools.partial(loss_of, part))
+            assert isinstance(loss, Away)
+            losses.append(loss.inner)
+        weigher.finish()
+        weigher.begin(batch)  # it has nothing to complain of
+    whole = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(torch.stack(losses).sum(), whole)
 
 
 def test_left_padding_does_not_hide_the_shift() -> None:

@@ -58,17 +58,25 @@ def tokens_that_fit(
             raise BadInput(f"there are only {count:,} samples")
         return question.make_shape(rows, most)
 
-    def predict(job: Job, rows: int) -> Estimate:
-        found = question.predict(job)
-        others = min(rows * most // least, count)
-        if not found.fits or least == most:
-            return found
-        # More and shorter samples have as many tokens, but may cost something each.
-        also = question.predict(question.make_shape(others, least))
-        return max(found, also, key=lambda one: one.smallest_budget)
+    rehearsals = 0
 
-    search = Search(make_job=make_job, predict=predict, step=1)
+    def predict(job: Job) -> Estimate:
+        nonlocal rehearsals
+        rehearsals += 1
+        return question.predict(job)
+
+    search = Search(make_job=make_job, predict=lambda job, _: predict(job), step=1)
     search.run(1)
+    while search.fitting is not None and least < most:
+        # More and shorter samples have as many tokens, but may cost something each: only the answer
+        # is asked that, and where they do not fit, it is looked for below.
+        rows = search.fitting
+        others = predict(question.make_shape(min(rows * most // least, count), least))
+        search.tried[rows] = max(search.tried[rows], others, key=_tightness)
+        if others.fits:
+            break
+        while (size := search.next_size()) is not None:
+            search.try_out(size)
     answer, beyond = search.tried[search.value], search.next_value
     if not answer.fits:
         raise question.refusal(int(known.argmax()), most, multiple, answer)
@@ -81,9 +89,14 @@ def tokens_that_fit(
         limited_by=search.limited_by,
         reason=search.reason,
         step=most,
-        rehearsals=len(search.tried),
+        rehearsals=rehearsals,
         seconds=time.perf_counter() - began,
     )
+
+
+def _tightness(one: Estimate) -> tuple[bool, int]:
+    """What does not fit comes last, whatever it needs: that is known to 1 % only."""
+    return not one.fits, one.smallest_budget
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomph.errors import BadInput
 from oomph.explaining.holders import own_frames
 from oomph.explaining.logbook import Logbook
+from oomph.units import parse_bytes
 
 #: Functions that write a model down, by their usual names.
 _SAVING = {
@@ -30,6 +34,8 @@ _SAVING = {
 }
 #: `cudaErrorMemoryAllocation`: raised by libraries that ask the driver themselves.
 _DRIVER_IS_FULL = 2
+#: What the allocator's error says of the request that failed.
+_ASKED_FOR = re.compile(r"Tried to allocate ([\d.]+ (?:bytes|[KMG]iB))")
 
 
 class Phase(StrEnum):
@@ -73,6 +79,16 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         isinstance(error, torch.AcceleratorError)
         and getattr(error, "error_code", None) == _DRIVER_IS_FULL
     )
+
+
+def size_asked_for(error: BaseException) -> int:
+    """Bytes that the allocator's error says were asked for, to three or more digits; 0 if none."""
+    said = _ASKED_FOR.search(str(error))
+    if said is None:
+        return 0
+    with contextlib.suppress(BadInput):  # sizes that no device has are typing errors
+        return parse_bytes(said[1].replace("bytes", "B"))
+    return 0
 
 
 def frames_of(traceback: TracebackType | None) -> list[FrameType]:

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 from oomph.explaining.meters import Meter
 from oomph.rehearsal.storages import tensors_in
+from oomph.techniques.partial_steps import is_partial
 
 _Kind = TypeVar("_Kind")
 
@@ -87,6 +88,8 @@ class Notes(list[Note]):
 
 class Logbook:
     """Follows a program's steps and keeps what explains them."""
+
+    follows_whole_steps = True
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -189,10 +192,14 @@ class Logbook:
     # -- steps ------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_partial():
+            return
         if not self.steps and self.is_first_step(optimizer):
             self._look_for_roots()  # what wraps the model may be younger than the optimizer
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if is_partial():
+            return
         made = self._steps_of.get(optimizer, 0) + 1
         self._steps_of[optimizer] = made
         self.in_step = False

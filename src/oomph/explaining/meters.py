@@ -5,6 +5,8 @@ A meter is read, never written: it changes nothing about the program it watches.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,6 +119,11 @@ class CudaMeter:
         self._name = ""
 
     @property
+    def index(self) -> int | None:
+        """The device's number; None as long as CUDA does not run."""
+        return self._index
+
+    @property
     def device(self) -> str:
         """The device in words."""
         return f"cuda:{self._index or 0}"
@@ -180,23 +187,27 @@ class CudaMeter:
             return None
 
 
-#: The meters of this process's devices; the allocator takes observers and never gives them back.
-_meters: dict[int, CudaMeter] = {}
+#: The meters of this process that are in use: a watch inside another one has its own.
+_meters: weakref.WeakSet[CudaMeter] = weakref.WeakSet()
 
 
 def _note_refusals_for(meter: CudaMeter) -> None:
-    assert meter._index is not None
-    if not _meters:
-        # Looked up by name: builds for the CPU lack it.
-        attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
-        attach(_on_refusal)
-    _meters[meter._index] = meter
+    _observe()
+    _meters.add(meter)
+
+
+@functools.cache
+def _observe() -> None:
+    """Once: the allocator takes observers and never gives them back."""
+    # Looked up by name: builds for the CPU lack it.
+    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
+    attach(_on_refusal)
 
 
 def _on_refusal(device: int, asked: int, limit: int, free: int, *_: Any) -> None:
-    meter = _meters.get(device)
-    if meter is not None:
-        meter.note_refusal(asked, limit, free)
+    for meter in list(_meters):
+        if meter.index == device:
+            meter.note_refusal(asked, limit, free)
 
 
 def find_meter() -> Meter | None:

@@ -26,6 +26,7 @@ from oomph.explaining.failure import (
     frames_of,
     is_out_of_memory,
     locate,
+    size_asked_for,
 )
 from oomph.explaining.logbook import Logbook
 from oomph.explaining.meters import Meter, Refusal, find_meter
@@ -72,6 +73,8 @@ class Watch:
             raise BadInput("this watch is in use already; make another one inside it")
         with contextlib.ExitStack() as stack:
             if self._meter is not None:
+                # What is refused before any module is called must be noted, too.
+                self._meter.is_ready()
                 self._logbook = Logbook(self._meter)
                 stack.enter_context(self._logbook.open())
             self._open = stack.pop_all()
@@ -176,7 +179,8 @@ def _gather(
     """Everything there is to see while the traceback still holds it; the result holds no tensor."""
     # Another kind of error did not come from the allocator; its last refusal is an older story.
     refusal = meter.refusal if isinstance(error, torch.OutOfMemoryError) else None
-    refusal = refusal or Refusal(asked=0, reading=meter.read())
+    # A device that began only inside notes nothing before the first module is called.
+    refusal = refusal or Refusal(asked=size_asked_for(error), reading=meter.read())
     frames = frames_of(traceback)
     try:
         return Evidence(

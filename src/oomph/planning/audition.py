@@ -9,11 +9,12 @@ makes the solver's chain.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from oomph.errors import CannotRehearse
 from oomph.gpus import GPU
 from oomph.job import Job, batch_size, make_batch
-from oomph.planning.choices import RECOMPUTE, Choices, offloaded
+from oomph.planning.choices import MASTERS, RECOMPUTE, Choices, is_offloaded, offloaded
 from oomph.planning.solver import Chain, ChainBlock, Option, Solution
 from oomph.planning.survey import Survey
+from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import END_OF_STEP, rehearse
 from oomph.rehearsal.recorder import FORWARD, Recorder
 from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import Block, Category, Mark, Timeline
 from oomph.techniques.chunked_loss import chunked_calls
+from oomph.techniques.step_buckets import bucket_bytes
 from oomph.timing.clock import Clock
 
 #: Rehearsals of one audition: a class with few blocks tries out only so many options for each.
@@ -58,14 +61,17 @@ class Audition:
     """Of the optimizer step, once."""
     loss_is_chunked: bool
     """Whether the head that the choices name really never made its logits."""
+    copies: Copies | None = None
+    """What goes over the link in a step, where anything does."""
     graphed: Audition | None = None
     """The same with micro-batches captured as CUDA graphs, where the card waits for launches."""
 
     @property
     def fastest(self) -> float:
         """Seconds of a step if memory did not matter."""
-        blocks = sum(min(o.seconds for o in block.options) for block in self.chain.blocks)
-        return self.parts * (blocks + self.other_seconds) + self.step_seconds
+        return self._seconds(
+            sum(min(o.seconds for o in block.options) for block in self.chain.blocks)
+        )
 
     def with_loss(self, chunk: int, more_bytes: int, more_seconds: float) -> Audition:
         """The same with another chunk of the loss, which takes so much more."""
@@ -109,8 +115,34 @@ class Audition:
         )
 
     def seconds(self, solution: Solution) -> float:
-        """Predicted seconds of a step."""
-        return self.parts * (solution.seconds + self.other_seconds) + self.step_seconds
+        """Predicted seconds of a step, with what kernels wait for copies at least."""
+        chosen = [
+            block.options[at] for block, at in zip(self.chain.blocks, solution.choice, strict=True)
+        ]
+        return self._seconds(
+            sum(option.seconds for option in chosen), sum(option.moved for option in chosen)
+        )
+
+    def priced(self, price: float) -> Chain:
+        """The solver's chain with each byte that a block moves taken for so many seconds."""
+        return dataclasses.replace(
+            self.chain,
+            blocks=tuple(
+                dataclasses.replace(
+                    block,
+                    options=tuple(
+                        dataclasses.replace(option, seconds=option.seconds + price * option.moved)
+                        for option in block.options
+                    ),
+                )
+                for block in self.chain.blocks
+            ),
+        )
+
+    def _seconds(self, blocks: float, moved: int = 0) -> float:
+        part = blocks + self.other_seconds
+        exposed = self.copies.exposed(part, self.parts, moved) if self.copies else 0.0
+        return self.parts * part + self.step_seconds + exposed
 
     def choose(self, solution: Solution) -> Choices:
         """The choices with the solution's for the blocks."""
@@ -122,6 +154,34 @@ class Audition:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Seconds that a step's copies between GPU and host take, but for those of what blocks save."""
+
+    part: float
+    """For each micro-batch, as gradients that leave."""
+    step: float
+    """Once, of the optimizer's state."""
+    window: float
+    """The share of a micro-batch's kernels that state can come and leave beside."""
+    late: float
+    """The share of state that cannot be on its way before a block's gradients are complete."""
+    rates: LinkRates
+
+    def exposed(self, part: float, parts: int, moved: int = 0) -> float:
+        """What kernels wait for, at least: `part` is their seconds in each of `parts`.
+
+        Blocks move so many bytes both ways in each of them.
+        """
+        each = self.part + moved / self.rates.slower
+        beside = self.window * max(part - each, 0.0)
+        return parts * max(each - part, 0.0) + max(self.step - beside, self.late * self.step)
+
+
+#: Seconds of a forward, as a share of those of forward and backward.
+FORWARD_SHARE = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Heard:
     """One block in one rehearsal."""
 
@@ -129,7 +189,9 @@ class _Heard:
     before: int
     """Bytes alive when its forward begins."""
     saved: int
-    """Bytes left after its forward."""
+    """Bytes left after its forward, when what leaves the GPU has left."""
+    moved: int
+    """Bytes that leave in its forward."""
     lapsed: int
     """The part of them that is gone when backward begins, as autocast's copies of weights."""
     forward: int
@@ -166,8 +228,9 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
             watch=marks.watch,
             clock=clock,
             skip_first_step=True,
+            wait_for_copies=False,
         )
-        this = _listen(timeline, assigned, marks.results)
+        this = _listen(timeline, assigned, marks)
         chunked = chunked and marks.loss_is_chunked(choices.head)
         for at, block in enumerate(found.blocks):
             one = this.blocks[at]
@@ -180,6 +243,17 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         raise CannotRehearse("there is nothing to hear")
     waits = base.part.launches * clock.launch > base.part.kernels
     parts = count_parts(job, choices.micro_batch)
+    copies = None
+    if gpu is not None and choices.leaves:
+        in_backward = job.clip_norm is None and choices.precision != "fp16-mixed"
+        early = choices.state_ahead / buckets_of_a_block(found, choices)
+        copies = _copies(
+            base,
+            parts,
+            LinkRates.of(gpu),
+            window=1 - FORWARD_SHARE if in_backward else FORWARD_SHARE,
+            late=max(1 - early, 0.0) if in_backward else 0.0,
+        )
 
     def result(choices: Choices, waits: bool) -> Audition:
         def seconds(kernels: float, launches: int) -> float:
@@ -194,6 +268,7 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
             other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
             step_seconds=base.step.seconds(clock),
             loss_is_chunked=chunked,
+            copies=copies,
         )
 
     as_heard = result(choices, waits)
@@ -207,6 +282,34 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         more = GRADIENT_BYTES * found.trainable
         graphed = dataclasses.replace(graphed, chain=graphed.chain.raised(more))
     return dataclasses.replace(as_heard, graphed=graphed)
+
+
+def buckets_of_a_block(found: Survey, choices: Choices) -> int:
+    """Its gradients are complete all at once: state for them should have come by then."""
+    halved = choices.weights == MASTERS or choices.precision == "bf16"
+    bucket = bucket_bytes(found.trainable * (2 if halved else 4))
+    element = 2 if choices.precision == "bf16" else 4
+    largest = max((block.parameters for block in found.blocks), default=0)
+    return -(-largest * element // bucket) + 1
+
+
+def _copies(base: _Round, parts: int, rates: LinkRates, *, window: float, late: float) -> Copies:
+    """What parts and step move; gradients that leave come back for each part after the first."""
+    part, step = base.part, base.step
+    moved = sum(block.moved for block in base.blocks)
+    if parts == 1:  # the only part also steps
+        state_sent, state_brought = part.sent - moved, part.brought - moved
+        part_sent = part_brought = moved
+    else:
+        state_sent, state_brought = step.sent, step.brought
+        part_sent, part_brought = part.sent, max(part.brought, part.sent)
+    return Copies(
+        part=max((part_sent - moved) / rates.out, (part_brought - moved) / rates.back),
+        step=max(state_sent / rates.out, state_brought / rates.back),
+        window=window,
+        late=late,
+        rates=rates,
+    )
 
 
 def count_parts(job: Job, micro_batch: int | None) -> int:
@@ -265,6 +368,8 @@ class Marks:
         self._model: nn.Module | None = None
         #: The memory of what blocks returned.
         self.results: list[Block] = []
+        #: By path and event: the memory of what a block was given that backward goes through.
+        self.given: dict[tuple[str, int], list[Block]] = {}
 
     def watch(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, recorder: Recorder
@@ -274,6 +379,9 @@ class Marks:
 
         def begin(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
             recorder.mark(f"{path}|forward")
+            wanted = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
+            given = {id(block): block for t in wanted if (block := recorder.block_of(t))}
+            self.given[path, recorder.timeline.events] = list(given.values())
             _when_gradient_arrives((args, kwargs), functools.partial(recorder.mark, f"{path}|done"))
 
         def end(path: str, *call: Any) -> None:
@@ -323,17 +431,19 @@ class _Round:
     """Of the optimizer step."""
 
 
-def _listen(timeline: Timeline, assigned: dict[str, str], results: Sequence[Block]) -> _Round:
+def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Round:
     """Read the last micro-batch of a marked timeline: gradients exist by then."""
     alive = _Alive.of(timeline)
     starts, done = _last_step(timeline)
     start = starts[-1]
-    last = {mark.name: mark for mark in timeline.marks if mark.event >= start.event}
-    first = {mark.name: mark for mark in reversed(timeline.marks) if mark.event >= start.event}
-    marks = [_BlockMarks.of(path, first, last, done) for path in assigned]
+    marks = _marks_from(timeline, assigned, start, done)
+    # Where gradients leave, the last part also steps: another one shows what all of them take.
+    timed = marks
+    if len(starts) > 1 and timeline.host_bytes:
+        timed = _marks_from(timeline, assigned, starts[-2], start)
     first_backward = min((block.backward for block in marks), key=_event, default=done)
     last_end = max((block.end for block in marks), key=_event, default=start)
-    given_on = {id(block) for block in results}
+    given_on = {id(block) for block in watched.results}
     lapsing = {
         block.death: block
         for block in timeline.blocks
@@ -341,15 +451,27 @@ def _listen(timeline: Timeline, assigned: dict[str, str], results: Sequence[Bloc
         and id(block) not in given_on
         and start.event <= block.birth < last_end.event <= block.death < first_backward.event
     }
+    in_transit = bool(timeline.host_bytes)
+    if in_transit:
+        born_in = _born_in(timeline, marks, but=given_on, until=last_end)
     heard = []
-    for path, block in zip(assigned, marks, strict=True):
+    for at, (path, block, clocked) in enumerate(zip(assigned, marks, timed, strict=True)):
         before = alive.at(block.forward)
         begins = alive.at(block.backward)
+        moved, saved = 0, alive.at(block.end) - before
+        if in_transit:
+            # State and weights come and go beside it: what is the block's own has to be looked for.
+            given = watched.given.get((path, block.forward.event), [])
+            here = sum(_rounded(one.size) for one in given if _is_alive(one, last_end))
+            # A block that is recomputed saves what it is given.
+            moved = sum(one.size for one in given) if is_offloaded(assigned[path]) else 0
+            saved = born_in[at] + (0 if moved else here)
         heard.append(
             _Heard(
                 option=assigned[path],
                 before=before,
-                saved=alive.at(block.end) - before,
+                saved=saved,
+                moved=moved,
                 lapsed=sum(
                     _rounded(one.size)
                     for one in lapsing.values()
@@ -358,14 +480,8 @@ def _listen(timeline: Timeline, assigned: dict[str, str], results: Sequence[Bloc
                 forward=alive.peak(block.forward, block.end) - before,
                 at_backward=begins,
                 backward=alive.peak(block.backward, block.done) - begins,
-                seconds=block.end.seconds
-                - block.forward.seconds
-                + block.done.seconds
-                - block.backward.seconds,
-                launches=block.end.launches
-                - block.forward.launches
-                + block.done.launches
-                - block.backward.launches,
+                seconds=clocked.effort.kernels,
+                launches=clocked.effort.launches,
             )
         )
     part, step = _part_and_step(timeline)
@@ -396,6 +512,39 @@ def _listen(timeline: Timeline, assigned: dict[str, str], results: Sequence[Bloc
     )
 
 
+def _born_in(
+    timeline: Timeline, marks: Sequence[_BlockMarks], *, but: set[int], until: Mark
+) -> list[int]:
+    """For each block: bytes that its forward made and that are there until all forwards are over.
+
+    What it returned is not counted: it is what the next one is given.
+    """
+    sizes = [0] * len(marks)
+    order = sorted(range(len(marks)), key=lambda at: marks[at].forward.event)
+    begins = [marks[at].forward.event for at in order]
+    for block in timeline.blocks:
+        place = bisect.bisect_right(begins, block.birth) - 1
+        if place < 0 or id(block) in but or not _is_alive(block, until):
+            continue
+        if block.birth < marks[order[place]].end.event:
+            sizes[order[place]] += _rounded(block.size)
+    return sizes
+
+
+def _is_alive(block: Block, mark: Mark) -> bool:
+    return block.death is None or block.death >= mark.event
+
+
+def _marks_from(
+    timeline: Timeline, paths: Iterable[str], start: Mark, stop: Mark
+) -> list[_BlockMarks]:
+    """Where blocks begin and end in one micro-batch."""
+    marks = [mark for mark in timeline.marks if start.event <= mark.event <= stop.event]
+    last = {mark.name: mark for mark in marks}
+    first = {mark.name: mark for mark in reversed(marks)}
+    return [_BlockMarks.of(path, first, last, stop) for path in paths]
+
+
 @dataclass(frozen=True)
 class Effort:
     """What a part of a step costs the card and the host that drives it."""
@@ -403,6 +552,25 @@ class Effort:
     kernels: float
     """Seconds."""
     launches: int
+    sent: int
+    """Bytes that leave for the host."""
+    brought: int
+
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(
+            self.kernels + other.kernels,
+            self.launches + other.launches,
+            self.sent + other.sent,
+            self.brought + other.brought,
+        )
+
+    def __mul__(self, times: int) -> Effort:
+        return Effort(
+            times * self.kernels, times * self.launches, times * self.sent, times * self.brought
+        )
+
+    def __sub__(self, other: Effort) -> Effort:
+        return self + other * -1
 
     def seconds(self, clock: Clock) -> float:
         """Whichever takes longer: the host runs ahead of the card, or the card waits for it."""
@@ -417,7 +585,7 @@ def step_effort(timeline: Timeline, parts: int) -> Effort:
     if not missing:
         return whole
     one, _ = _part_and_step(timeline)
-    return Effort(whole.kernels + missing * one.kernels, whole.launches + missing * one.launches)
+    return whole + one * missing
 
 
 def _part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
@@ -428,10 +596,13 @@ def _part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
     starts, done = _last_step(timeline)
     last = _effort(starts[-1], done)
     if len(starts) == 1:  # nothing to tell the two apart by, and no need to
-        return last, Effort(0.0, 0)
+        return last, last - last
     over = _end_of_backward(timeline, starts[-1])
-    part = _effort(starts[-1], over) if over else _effort(starts[-2], starts[-1])
-    return part, Effort(last.kernels - part.kernels, last.launches - part.launches)
+    if over is None or timeline.host_bytes:  # the last one steps inside of its backward
+        part = _effort(starts[-2], starts[-1])
+    else:
+        part = _effort(starts[-1], over)
+    return part, last - part
 
 
 def _end_of_backward(timeline: Timeline, start: Mark) -> Mark | None:
@@ -454,7 +625,12 @@ def _last_step(timeline: Timeline) -> tuple[list[Mark], Mark]:
 
 
 def _effort(start: Mark, stop: Mark) -> Effort:
-    return Effort(stop.seconds - start.seconds, stop.launches - start.launches)
+    return Effort(
+        stop.seconds - start.seconds,
+        stop.launches - start.launches,
+        stop.sent - start.sent,
+        stop.brought - start.brought,
+    )
 
 
 def peak_allocated(timeline: Timeline) -> int:
@@ -473,6 +649,11 @@ class _BlockMarks:
     end: Mark
     backward: Mark
     done: Mark
+
+    @property
+    def effort(self) -> Effort:
+        """Of forward and backward."""
+        return _effort(self.forward, self.end) + _effort(self.backward, self.done)
 
     @classmethod
     def of(
@@ -551,6 +732,7 @@ def _chain(
                         forward=option.forward,
                         backward=option.saved + option.backward,
                         seconds=seconds(option.seconds, option.launches),
+                        moved=option.moved,
                     )
                     for option in menu
                 ),

@@ -130,8 +130,9 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="optimizer",
             field="optimizer_on",
-            with_it=("host_share", "gradient_room"),
+            with_it=("host_share", "gradient_room", "state_ahead", "weights_away"),
         ),
+        _Difference(technique="weights of blocks", field="weights_away"),
         _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
@@ -161,6 +162,8 @@ def _say(technique: str, choices: Choices) -> str:
             return "kept" if choices.cast_cache else "dropped"
         case "optimizer":
             return say_place(choices)
+        case "weights of blocks":
+            return say_weights_away(choices)
         case "products":
             return "FP8 inside blocks" if choices.fp8 else "as they are"
         case "CUDA graph":
@@ -179,6 +182,12 @@ def say_place(choices: Choices) -> str:
     if choices.host_share:
         words += f", {choices.host_share:.0%} stepped there"
     return words + (", gradients too" if choices.gradient_room == 0 else "")
+
+
+def say_weights_away(choices: Choices) -> str:
+    """Where the weights of blocks wait."""
+    away, total = len(choices.weights_away), len(choices.blocks)
+    return f"those of {away} of {total} blocks on the host" if away else "on the GPU"
 
 
 def say_blocks(choices: Choices) -> str:

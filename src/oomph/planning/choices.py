@@ -14,6 +14,8 @@ from oomph.job import Precision
 Weights = Literal["own", "bf16 with fp32 masters"]
 Place = Literal["gpu", "host"]
 
+MASTERS: Weights = "bf16 with fp32 masters"
+
 #: How a block's activations get to backward.
 KEEP = "keep"
 RECOMPUTE = "recompute"
@@ -47,10 +49,14 @@ class Choices:
     low_bit_state: bool = False
     optimizer_on: Place = "gpu"
     """Where the optimizer's state, and masters where there are, wait between steps."""
+    weights_away: tuple[str, ...] = ()
+    """The paths of the blocks whose weights wait on the host too, and come when the block runs."""
     host_share: float = 0.0
     """The part of all parameters whose steps the host's cores make; the GPU makes the others."""
     gradient_room: int | None = None
     """Bytes of gradients that wait on the GPU for the norm of all; the others wait on the host."""
+    state_ahead: int = 4
+    """Buckets of state that come from the host before they are stepped, and as many that leave."""
     fp8: bool = False
     """Whether the linear layers of the blocks multiply in FP8."""
     cuda_graph: bool = False
@@ -82,6 +88,9 @@ class Choices:
             )
         if self.optimizer_on == "gpu" and (self.host_share or self.gradient_room is not None):
             raise BadInput("the host has no share of an optimizer that is on the GPU")
+        if self.state_ahead < 1:
+            raise BadInput(f"at least one bucket of state comes ahead, not {self.state_ahead}")
+        self._check_weights_away()
         if not 0 <= self.host_share <= 1:
             raise BadInput(f"the host's share is between 0 and 1, not {self.host_share}")
         if self.gradient_room is not None and self.gradient_room < 0:
@@ -90,6 +99,17 @@ class Choices:
             raise BadInput("a captured micro-batch cannot step the optimizer in its backward")
         if self.weights not in get_args(Weights):
             raise BadInput(f"weights are {' or '.join(get_args(Weights))}, not {self.weights!r}")
+
+    def _check_weights_away(self) -> None:
+        away = self.weights_away
+        if away and self.optimizer_on != "host":
+            raise BadInput("weights on the host need their optimizer there: optimizer_on='host'")
+        if wrong := [path for path in away if not isinstance(path, str)]:
+            raise BadInput(f"a block whose weights are on the host has a path, not {wrong[0]!r}")
+        if len(set(away)) < len(away):
+            raise BadInput("the weights of a block are on the host once: name each block once")
+        if self.blocks and (other := [path for path in away if path not in self.blocks]):
+            raise BadInput(f"{other[0]} is no block of the plan: its weights stay on the GPU")
 
     @property
     def recomputed(self) -> list[str]:
@@ -126,6 +146,7 @@ class Choices:
             **dataclasses.asdict(self),
             "blocks": dict(self.blocks),
             "compiled_others": list(self.compiled_others),
+            "weights_away": list(self.weights_away),
         }
 
     @classmethod
@@ -142,7 +163,8 @@ class Choices:
             wrong_bool = isinstance(value, bool) and bool not in expected
             if not isinstance(value, expected) or wrong_bool:
                 raise BadInput(f"the plan's {name} cannot be {value!r}")
-        return cls(**{**values, "compiled_others": tuple(values["compiled_others"])})
+        lists = ("compiled_others", "weights_away")
+        return cls(**{**values, **{name: tuple(values[name]) for name in lists}})
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -152,6 +174,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "host_share": (int, float),
     "blocks": (dict,),
     "compiled_others": (list,),
+    "weights_away": (list,),
 }
 
 

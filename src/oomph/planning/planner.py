@@ -26,10 +26,16 @@ from oomph.errors import BadInput, CannotRehearse, DoesNotFit
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, batch_size, make_batch
-from oomph.planning.audition import Audition, audition, count_parts, step_effort
+from oomph.planning.audition import (
+    Audition,
+    audition,
+    buckets_of_a_block,
+    count_parts,
+    step_effort,
+)
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.changes import describe_changes, fusing_rounds
-from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Weights
+from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import size_notes
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.solver import Solution, leanest, solve
@@ -50,13 +56,18 @@ LOSS_CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
 HEARD_CHUNK = 2048
 #: How much faster a plan with other weights must be to be preferred.
 FORMAT_HANDICAP = 1.02
-MASTERS: Weights = "bf16 with fp32 masters"
 #: How much faster a size of micro-batch must be able to get to be heard at all.
 WORTH_HEARING = 1e-6
 #: The part of the budget that is left for fragmentation before any plan is checked.
 FIRST_MARGIN = 0.015
 #: How much slower than without a limit a plan must be for others to leave the GPU.
-LEAVE_FROM = 1.05
+LEAVE_FROM = 1.25
+#: How much slower than with everything kept a plan may be for nothing more to leave the GPU.
+FAST_ENOUGH = 1.02
+#: Seconds that a byte which blocks move is taken for, as shares of what the link takes.
+PRICES = (0.0, 0.5, 1.0)
+#: Buckets of state that are on their way at least.
+LEAST_AHEAD = 4
 #: What it takes, at a guess, to give cached memory back and ask for it anew.
 RETRY_SECONDS = 4e-3
 #: How often a plan that failed its check is solved again with less room.
@@ -160,6 +171,8 @@ class Planner:
     """What all plans share from now on; None while there is no plan yet."""
     _timed: tuple[Times, Audition] | None = None
     """Real seconds of blocks, and the way to run them that they were taken of."""
+    _slower: dict[_Way, float] = dataclasses.field(default_factory=dict)
+    """By the way to run the job: rehearsed seconds over those that its audition gave."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def plan(self) -> Plan:
@@ -208,11 +221,11 @@ class Planner:
 
     # -- what could be done -----------------------------------------------------------------------
 
-    def _hear_all(self) -> None:
-        """Hear every way to run the job that may win."""
+    def _hear_all(self, to_beat: float = math.inf) -> None:
+        """Hear every way to run the job that may win, and be faster than what there is."""
         sizes = self._micro_batches()
         times: dict[int, _Times] = {}
-        best, best_at = math.inf, 0
+        best, best_at = to_beat, 0
 
         def hear(at: int) -> None:
             nonlocal best, best_at
@@ -285,14 +298,26 @@ class Planner:
         return [away for one in bases for away in self._away(one)] if self._leaving else bases
 
     def _away(self, base: Choices) -> list[Choices]:
-        """The same with the optimizer on the host."""
+        """The same with the optimizer on the host, then with more and more beside it."""
         if base.low_bit_state:
             return []
-        away = dataclasses.replace(base, optimizer_on="host", optimizer_in_backward=False)
-        if self.job.clip_norm is None and base.precision != "fp16-mixed":
-            return [away]
-        # The norm of all gradients is known late: they wait here or there.
-        return [away, dataclasses.replace(away, gradient_room=0)]
+        away = [
+            dataclasses.replace(
+                base,
+                optimizer_on="host",
+                optimizer_in_backward=False,
+                state_ahead=max(buckets_of_a_block(self.found, base), LEAST_AHEAD),
+            )
+        ]
+        steps_inside = self.job.clip_norm is None and base.precision != "fp16-mixed"
+        if not steps_inside or base.micro_batch is not None:
+            # Gradients that are added up, or clipped, are complete late: they wait here or there.
+            away.append(dataclasses.replace(away[0], gradient_room=0))
+        paths = tuple(block.path for block in self.found.blocks)
+        away += [dataclasses.replace(one, weights_away=paths) for one in away if paths]
+        most = away[-1].state_ahead
+        fewer = dict.fromkeys((max(2 * most // 3, LEAST_AHEAD), LEAST_AHEAD))
+        return away + [dataclasses.replace(away[-1], state_ahead=n) for n in fewer if n < most]
 
     def _base(self, plain: Choices, size: int | None) -> Choices:
         """The same with micro-batches of this size, and what goes with that."""
@@ -345,8 +370,10 @@ class Planner:
 
     def _hear_size(self, size: int | None) -> list[Audition]:
         """Hear the ways to run one size of micro-batch, but for those heard before."""
-        heard = []
+        heard: list[Audition] = []
         for base in self._bases(size):
+            if base.leaves and self._is_fast_enough(heard, base.weights):
+                continue
             before = next((one for one in self.heard if one.choices == base), None)
             one = before or self._hear(base)
             if one is None:
@@ -357,6 +384,16 @@ class Planner:
             heard.append(one)
         self.heard += [one for one in heard if one not in self.heard]
         return heard
+
+    def _is_fast_enough(self, heard: list[Audition], weights: Weights) -> bool:
+        """Whether nothing is gained by what leaves the GPU beside all that left it in these."""
+        rooms = self._rooms()
+        return any(
+            candidate.heard.seconds(candidate.solution) <= FAST_ENOUGH * one.fastest
+            for one in heard
+            if one.choices.leaves and one.choices.weights == weights
+            for candidate in self._solutions(one, rooms)
+        )
 
     def _hear(self, base: Choices) -> Audition | None:
         """Hear one way; None where it cannot be gone, which is noted and not tried again."""
@@ -386,8 +423,16 @@ class Planner:
     def _solutions(self, heard: Audition, rooms: _Rooms) -> Iterator[_Candidate]:
         """The fastest for each chunk of the loss that leaves one."""
         for variant in self._chunked(heard):
-            solution = solve(variant.chain, rooms[_kind(variant.choices)])
-            if solution is not None:
+            room = rooms[_kind(variant.choices)]
+            copies = variant.copies
+            if copies is None:
+                solved = [solve(variant.chain, room)]
+            else:
+                # Where the link is busy, bytes have a price: dear ones make blocks move less.
+                solved = [
+                    solve(variant.priced(price / copies.rates.slower), room) for price in PRICES
+                ]
+            for solution in dict.fromkeys(filter(None, solved)):
                 yield self._candidate(variant, solution)
 
     def _candidate(self, heard: Audition, solution: Solution) -> _Candidate:
@@ -461,7 +506,7 @@ class Planner:
         may_leave = self.gpu is not None and self.found.steps_per_parameter
         if slow and may_leave and self._like is None:
             self._leaving, self._weights = True, None
-            self._hear_all()
+            self._hear_all(to_beat=found[0] if found is not None else math.inf)
             away = self._check_until_one_fits()
             found = min(filter(None, (found, away)), key=lambda one: one[0], default=None)
         return found[1:] if found is not None else self._refuse()
@@ -473,11 +518,13 @@ class Planner:
         checked: set[str] = set()
         for _ in range(MOST_CHECKS):
             candidate = self._fastest(rooms, checked)
-            if candidate is None or (best is not None and candidate.seconds > best[0]):
+            if candidate is None or (best is not None and self._expected(candidate) >= best[0]):
                 break
             checked.add(str(candidate.choices))
             room = rooms[_kind(candidate.choices)]
             estimate, candidate = self._check_simplest(candidate, room)
+            if candidate.rehearsed is not None:
+                self._slower[_way(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if estimate.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
                 seconds = candidate.rehearsed or candidate.seconds
@@ -493,8 +540,20 @@ class Planner:
                 break
             else:
                 missing = max(estimate.smallest_budget - self.budget, room // 200)
-            rooms[_kind(candidate.choices)] = min(room, candidate.solution.peak) - missing
+            tried = candidate.solution.peak
+            smaller, lean = min(room, tried) - missing, self._leanest(_kind(candidate.choices))
+            # Fragmentation is no fixed amount: the leanest is tried before a kind is given up.
+            rooms[_kind(candidate.choices)] = lean if smaller < lean < tried else smaller
         return best
+
+    def _leanest(self, kind: _Kind) -> int:
+        """The smallest peak of all that was heard of a kind."""
+        return min(
+            leanest(variant.chain).peak
+            for heard in self.heard
+            for variant in self._chunked(heard)
+            if _kind(variant.choices) == kind
+        )
 
     def _fastest(self, rooms: _Rooms, without: set[str]) -> _Candidate | None:
         """The fastest way to run the job in its room that was not checked yet."""
@@ -507,7 +566,11 @@ class Planner:
             for candidate in self._solutions(heard, rooms)
             if str(candidate.choices) not in without
         ]
-        return min(found, default=None)
+        return min(found, key=lambda one: (self._expected(one), one.number), default=None)
+
+    def _expected(self, candidate: _Candidate) -> float:
+        """Its seconds, by how much longer copies took where its like was checked."""
+        return candidate.seconds * self._slower.get(_way(candidate.choices), 1.0)
 
     def _refuse(self) -> tuple[Estimate, _Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""
@@ -645,13 +708,38 @@ class Planner:
 
 
 #: By kind of choices: bytes that the solver may plan with.
-_Kind = tuple[bool, bool]
+_Kind = tuple[bool, bool, int | None, int | None, bool, int]
 _Rooms = defaultdict[_Kind, int]
 
 
 def _kind(choices: Choices) -> _Kind:
-    """Choices of one kind miss the solver's numbers alike: a graph has a pool of its own."""
-    return choices.cuda_graph, choices.leaves
+    """Choices of one kind miss the solver's numbers alike.
+
+    A graph has a pool of its own; what leaves the GPU is there for a while on its way.
+    """
+    return (
+        choices.cuda_graph,
+        choices.leaves,
+        choices.micro_batch if choices.leaves else None,
+        choices.gradient_room,
+        bool(choices.weights_away),
+        choices.state_ahead,
+    )
+
+
+_Way = tuple[int | None, Weights, int | None, bool, int, int]
+
+
+def _way(choices: Choices) -> _Way:
+    """Choices that have about the same to copy, and the same time for it."""
+    return (
+        choices.micro_batch,
+        choices.weights,
+        choices.gradient_room,
+        bool(choices.weights_away),
+        choices.state_ahead,
+        len(choices.offloaded),
+    )
 
 
 class _Times(NamedTuple):

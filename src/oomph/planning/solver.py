@@ -50,6 +50,8 @@ class Option:
     backward: int
     """Peak inside the backward, above what is alive without this block's saved bytes."""
     seconds: float
+    moved: int = 0
+    """Bytes that go to the host in forward and come back in backward."""
 
     def __post_init__(self) -> None:
         assert math.isfinite(self.seconds) and self.seconds >= 0, self

@@ -7,6 +7,7 @@ the clock on to its end, so a rehearsed step takes as long as what of its copies
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,24 +27,48 @@ HOST_ADAM = 3.7e9
 HOST_ADAM_BYTES = 28
 
 
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes per second to the host and back, with both directions in use."""
+
+    out: float
+    back: float
+
+    @property
+    def slower(self) -> float:
+        """Of the slower direction."""
+        return min(self.out, self.back)
+
+    @classmethod
+    def of(cls, gpu: GPU) -> LinkRates:
+        """As measured beside this card, or from its data sheet."""
+        profile = load_profile(gpu.name)
+        sheet = REACHED * gpu.host_link
+        return cls(
+            (profile.device_to_host if profile else None) or sheet,
+            (profile.host_to_device if profile else None) or sheet,
+        )
+
+
 class RehearsedLink:
     """A link between the card that is rehearsed and its host; see `oomph.host.link.Link`."""
 
     def __init__(self, recorder: Recorder, gpu: GPU) -> None:
         self._recorder = recorder
+        rates = LinkRates.of(gpu)
+        self._out, self._in = _Lane(rates.out), _Lane(rates.back)
         profile = load_profile(gpu.name)
-        sheet = REACHED * gpu.host_link
-        self._out = _Lane((profile.device_to_host if profile else None) or sheet)
-        self._in = _Lane((profile.host_to_device if profile else None) or sheet)
         host_adam = (profile.host_adam if profile else None) or HOST_ADAM
         self._host = _Lane(HOST_ADAM_BYTES * host_adam)
 
     def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Begin when the kernels so far are done."""
+        self._recorder.sent += source.nbytes
         return self._copy(self._out, source, target, after)
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Begin when the kernels so far are done."""
+        self._recorder.brought += source.nbytes
         return self._copy(self._in, source, target, after)
 
     def host_work(
@@ -64,8 +89,8 @@ class RehearsedLink:
         """Nothing is under way."""
 
     def _copy(self, lane: _Lane, source: Tensor, target: Tensor, after: Sequence[Copy]) -> Copy:
-        nbytes = source.numel() * source.element_size()
-        return _RehearsedCopy(self._recorder, self._end(lane, nbytes, after), (source, target))
+        end = self._end(lane, source.nbytes, after)
+        return _RehearsedCopy(self._recorder, end, (source, target))
 
     def _end(self, lane: _Lane, nbytes: int, after: Sequence[Copy]) -> float:
         earlier = [copy.end for copy in after if isinstance(copy, _RehearsedCopy)]
@@ -92,7 +117,7 @@ class _RehearsedCopy:
 
     def wait(self) -> None:
         """The kernels that follow begin no sooner."""
-        if self._recorder.clock is not None:
+        if self._recorder.clock is not None and self._recorder.waits_for_copies:
             self._recorder.seconds = max(self._recorder.seconds, self.end)
         self._held = ()
 

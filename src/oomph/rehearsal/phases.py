@@ -26,6 +26,7 @@ from oomph.job import (
     check_optimizer,
     make_batch,
     make_optimizer,
+    split_batch,
 )
 from oomph.planning.choices import Choices
 from oomph.rehearsal.compiled import stand_in_for_compiled
@@ -41,6 +42,7 @@ from oomph.running.applying import apply_choices
 from oomph.running.evaluating import evaluate_batch
 from oomph.running.step import Stage, train_step
 from oomph.techniques.autocast import make_scaler
+from oomph.techniques.partial_steps import part_of_a_step
 from oomph.timing.clock import Clock
 
 #: In the order they are rehearsed. The second step counts: optimizer state exists from then on.
@@ -63,11 +65,13 @@ def rehearse(
     watch: Watch | None = None,
     clock: Clock | None = None,
     skip_first_step: bool = False,
+    wait_for_copies: bool = True,
 ) -> Timeline:
     """Every allocation and free of the job's phases on `gpu`; None rehearses the CPU itself.
 
     With `choices` they are applied to the job first. With `skip_first_step` the optimizer makes its
-    state without one, which is quicker and leaves the later steps' peak as it is.
+    state without one, which is quicker and leaves the later steps' peak as it is. Without
+    `wait_for_copies` the clock runs as if the link to the host were infinitely fast.
     """
     for phase in phases:
         if phase not in PHASES:
@@ -75,9 +79,11 @@ def rehearse(
     if gpu is not None and not gpu.has_bf16 and job.precision == "bf16-mixed":
         raise BadInput(f"{gpu.name} knows no bf16: use fp16-mixed")
     # Shuffling is done for real, so that a batch is known; the user's random stream stays put.
-    with torch.random.fork_rng(devices=[]), pretend(gpu) as recorder:
+    # What steps here is no step of the user's.
+    with torch.random.fork_rng(devices=[]), part_of_a_step(), pretend(gpu) as recorder:
         try:
             recorder.clock = clock
+            recorder.waits_for_copies = wait_for_copies
             _rehearse(job, recorder, gpu, set(phases), choices, watch, skip_first_step)
         except OomphError:
             raise
@@ -103,13 +109,15 @@ def _rehearse(
     with recorder.phase("build"):
         actors = fake_actors(job if choices is None else replace(job, checkpointing="none"))
         recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
-        model = actors.model.to(device)
+        # Where the host helps, weights come to the GPU one by one, each as it will be there.
+        is_placed_later = choices is not None and choices.optimizer_on == "host"
+        model = actors.model if is_placed_later else actors.model.to(device)
         _follow_modules(model, recorder)
         mark_model(model, recorder)
         if job.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
             raise BadInput("no parameter of the model needs a gradient: there is nothing to train")
         optimizer = actors.make_optimizer(model)
-        if optimizer is not None:
+        if optimizer is not None and not is_placed_later:
             _move_state(optimizer, recorder, device)
         batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, actors.batch)
         recorder.categorise(list(tensors_in(batch)), Category.INPUT)
@@ -123,20 +131,26 @@ def _rehearse(
             if not phases & {phase, "step", "save"}:
                 continue
             with recorder.phase(phase):
-                if phase == "first step" and skip_first_step:
+                skips = phase == "first step" and skip_first_step
+                if skips:
                     _make_state(optimizer, stage)
-                else:
+                    recorder.mark(END_OF_STEP)
+                # A step that the next one completes makes two of a kind: the second has it all.
+                again = phase == "step" and stage.host is not None and stage.host.defers
+                for _ in range(2 if again else 0 if skips else 1):
                     train_step(
                         stage,
                         batch,
                         around_forward=recorder.forward,
                         choose_parts=_first_two if skip_first_step else _first_of_each_size,
                     )
-                recorder.mark(END_OF_STEP)
+                    recorder.mark(END_OF_STEP)
                 mark_optimizer_state(optimizer, recorder)
     if "eval" in phases:
         with recorder.phase("eval"):
-            evaluate_batch(stage, batch)
+            size = stage.job.micro_batch
+            for part in _first_of_each_size(split_batch(batch, size) if size else [batch]):
+                evaluate_batch(stage, part)
     if "save" in phases:
         with recorder.phase("save"):
             _save(model, optimizer)

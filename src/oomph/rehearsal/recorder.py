@@ -31,6 +31,7 @@ from oomph.rehearsal.in_place import (
     is_in_place,
     may_be_in_place,
 )
+from oomph.rehearsal.quick_fakes import quick_fake
 from oomph.rehearsal.rules import Burst, Rules
 from oomph.rehearsal.storages import storage_key, tensors_in
 from oomph.rehearsal.timeline import Block, Category, Mark, Span, Timeline
@@ -81,6 +82,11 @@ class Bare:
 class Recorder(TorchDispatchMode):
     """Writes the timeline of whatever runs while it is active."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing here is compiled for real, and asking takes longer than some ops."""
+        return False
+
     def __init__(self, rules: Rules, default_side: Side) -> None:
         super().__init__()
         self.timeline = Timeline()
@@ -100,6 +106,11 @@ class Recorder(TorchDispatchMode):
         self.clock: Clock | None = None
         self.seconds = 0.0
         self.launches = 0
+        #: Bytes that have begun to leave for the host, and to come from it.
+        self.sent = 0
+        self.brought = 0
+        #: Whether kernels wait for copies; else the seconds are those of kernels alone.
+        self.waits_for_copies = True
         #: Whose pool of the allocator memory comes from: a stream's, or a graph's that is captured.
         self.pool = 0
         self._rules = rules
@@ -130,7 +141,9 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, name: str) -> None:
         """Remember this moment of the timeline."""
-        mark = Mark(name, self.timeline.events, self.seconds, self.launches)
+        mark = Mark(
+            name, self.timeline.events, self.seconds, self.launches, self.sent, self.brought
+        )
         self.timeline.marks.append(mark)
 
     def run_kernel(self, work: Work) -> None:
@@ -287,6 +300,8 @@ class Recorder(TorchDispatchMode):
         if out is NotImplemented:
             out = self._rules.replace(func, args, kwargs)
         if out is NotImplemented:
+            out = quick_fake(func, args, kwargs)
+        if out is NotImplemented:
             out = None if _only_writes(func) else func(*args, **kwargs)
         self._record(func, args, out, side)
         self.values.follow(func, args, kwargs, out)
@@ -335,7 +350,8 @@ class Recorder(TorchDispatchMode):
         if order is not None:
             outputs = [outputs[at] for at in order]
         for count, (index, tensor) in enumerate(outputs):
-            self._pass(str(func), [burst for burst in bursts if burst.after == count])
+            if bursts:
+                self._pass(str(func), [burst for burst in bursts if burst.after == count])
             if tensor.layout is not torch.strided:
                 raise CannotRehearse(
                     f"{func} makes a sparse tensor, whose size only real data can tell; for an "
@@ -360,8 +376,9 @@ class Recorder(TorchDispatchMode):
             if (self.pool, key) not in self._workspaces:
                 self._workspaces.add((self.pool, key))
                 self._allocate(size, key, Category.WORKSPACE)
-        late = [b for b in bursts if b.after is None or b.after >= len(outputs)]
-        self._pass(str(func), late)
+        if bursts:
+            late = [b for b in bursts if b.after is None or b.after >= len(outputs)]
+            self._pass(str(func), late)
 
     def take(self, size: int, op: str) -> Bare:
         """Memory of the GPU that no tensor stands for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,14 +11,19 @@ from torch import Tensor
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors among an op's arguments or results, lists included."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
+    found: list[Tensor] = []
+    _collect((tree,), found)
+    return iter(found)
+
+
+def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            _collect(item, found)
+        elif isinstance(item, dict):
+            _collect(item.values(), found)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+#: The bit that tells a death from a birth where an event is written as a number.
+_DEATH = 1 << 32
+
 
 class Category(StrEnum):
     """What a block of memory is for."""
@@ -58,6 +61,10 @@ class Mark:
     seconds: float
     """Of kernels, as the clock predicts them."""
     launches: int
+    sent: int = 0
+    """Bytes that have begun to leave for the host so far."""
+    brought: int = 0
+    """Bytes that have begun to come from there."""
 
 
 @dataclass(kw_only=True)
@@ -77,10 +84,17 @@ class Timeline:
 
     def stream_of_events(self) -> Iterator[tuple[int, Block, bool]]:
         """Every (event, block, is_birth) in the order the allocator sees them."""
-        marks = [(block.birth, block, True) for block in self.blocks]
-        marks += [(block.death, block, False) for block in self.blocks if block.death is not None]
-        marks.sort(key=lambda mark: mark[0])
-        return iter(marks)
+        # As whole numbers (the event, whether it is a death, which block): they sort fast, and so
+        # many tuples would set the garbage collector going.
+        marks = [block.birth << 33 | at for at, block in enumerate(self.blocks)]
+        marks += [
+            block.death << 33 | _DEATH | at
+            for at, block in enumerate(self.blocks)
+            if block.death is not None
+        ]
+        marks.sort()
+        for mark in marks:
+            yield mark >> 33, self.blocks[mark & (_DEATH - 1)], not mark & _DEATH
 
     def alive_at(self, event: int) -> list[Block]:
         """The blocks that exist right after `event`."""

@@ -92,6 +92,12 @@ class KnownValues:
                 storage, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
 
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether `of` gives more than None."""
+        if not isinstance(tensor, FakeTensor):
+            return _small(tensor)
+        return tensor.constant is not None or storage_key(tensor) in self._contents
+
     def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of an op that reads values, or NotImplemented for all others."""
         if func is aten._local_scalar_dense.default or func is aten.item.default:
@@ -209,19 +215,13 @@ class KnownValues:
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The op's real result, or None if an input is unknown; writes in place as the op does."""
-        unknown = False
+        if not all(self._is_known(tensor) for tensor in tensors_in((args, kwargs))):
+            return None
 
         def real_of(value: Any) -> Any:
-            nonlocal unknown
-            if isinstance(value, Tensor):
-                real = self.of(value)
-                unknown |= real is None
-                return real
-            return value
+            return self.of(value) if isinstance(value, Tensor) else value
 
         real_args, real_kwargs = tree_map(real_of, (tuple(args), kwargs))
-        if unknown:
-            return None
         try:
             with _disable_current_modes():
                 return func(*real_args, **real_kwargs)

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -182,6 +183,9 @@ def pretend(gpu: GPU | None) -> Iterator[Recorder]:
         mock.patch.object(torch._subclasses.fake_tensor.log, "disabled", True),
         # Copying a fake tensor copies its mode too, and then the two cannot meet in one op.
         mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),
+        # There is nothing to profile, and an optimizer asks for it in every step.
+        mock.patch.object(record_function, "__enter__", lambda profiled: profiled),
+        mock.patch.object(record_function, "__exit__", lambda *_: None),
     ):
         if gpu is not None:
             with _pretend_gpu(gpu) as recorder:

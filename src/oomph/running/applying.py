@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from oomph.job import Job
 from oomph.planning.choices import (
     KEEP,
     Choices,
-    is_offloaded,
     offloaded_tensors,
     on_the_gpu,
     saved_ops,
@@ -38,7 +37,9 @@ from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
+from oomph.techniques.placing import PlacedWeights, move_training
 from oomph.techniques.recompute import recompute
+from oomph.techniques.step_buckets import bucket_bytes
 from oomph.techniques.technique import Undo
 
 #: Compiles a block whose recompute choice is given; a rehearsal has a stand-in for it.
@@ -110,6 +111,7 @@ class Applied:
         self._link_with = link_with
         self._link: Link | None = None
         self._offload: ActivationOffload | None = None
+        self._placed: PlacedWeights | None = None
         #: What is applied of what can be switched, in this order.
         self._parts: dict[_Part, Undo] = {}
         self._undos = self._apply()
@@ -127,6 +129,8 @@ class Applied:
             self._change_parts([part for part in parts if part.technique == _ALLOCATOR])
             if choices.precision == "tf32":
                 do(use_tf32())
+            if choices.optimizer_on == "gpu":
+                do(move_training(model, optimizer, self._device()))
             masters = None
             if choices.weights != "own":
                 masters = MasterWeights(model, optimizer)
@@ -138,6 +142,8 @@ class Applied:
             if choices.fp8:
                 for linear in _linear_layers(model, choices.blocks):
                     do(multiply_in_fp8(linear))
+            if choices.optimizer_on == "host":
+                do(self._place_weights(choices))
             self.stage.masters = masters
             self.stage.pieces = OptimizerPieces(optimizer, masters)
             do(self._change_parts, ())  # those of modules go before what lasts
@@ -189,7 +195,10 @@ class Applied:
 
     def _change_parts(self, wanted: Sequence[_Part]) -> None:
         """Take back what is not wanted, then add what is missing."""
-        for part in [part for part in reversed(self._parts) if part not in wanted]:
+        changed = {part for part in self._parts if part not in wanted}
+        changed |= {part for part in wanted if part not in self._parts}
+        changed |= _around(changed, self._parts)
+        for part in [part for part in reversed(self._parts) if part in changed]:
             self._parts.pop(part)()
         for part in wanted:
             if part not in self._parts:
@@ -207,18 +216,22 @@ class Applied:
         if part.technique == _GRAPH:
             self._capture_parts(do)
             return
+        if part.technique == _AWAY:
+            assert self._placed is not None and self._placed.streamed is not None
+            do(self._placed.streamed.wrap())
+            return
         module = find_module(self.stage.model, part.path)
         if part.technique == _HEAD:
             if not isinstance(module, nn.Linear):
                 raise BadInput(f"the plan's head {part.path} is no linear layer of this model")
             do(chunk_loss(module, int(part.how)))
+        elif part.technique == _OFFLOADED:
+            do(self._offload_block(module, part.how))
         else:
             self._apply_to_block(part, module, do)
-            if is_offloaded(part.how):
-                do(self._offload_block(module, part.how))
 
     def _apply_to_block(self, part: _Part, module: nn.Module, do: Callable[[Undo], Any]) -> None:
-        how, compiled = on_the_gpu(part.how), part.technique == _COMPILED
+        how, compiled = part.how, part.technique == _COMPILED
         if self._compile_with is not None and compiled:
             do(self._compile_with(module, how))
             return
@@ -247,10 +260,34 @@ class Applied:
             )
         return self._offload.wrap(module, offloaded_tensors(how))
 
+    def _device(self) -> torch.device:
+        """Where the model runs, wherever it is now."""
+        stage = self.stage
+        there = [p.device for p in stage.model.parameters() if p.device.type == stage.device_type]
+        return there[0] if there else torch.device(stage.device_type)
+
+    def _place_weights(self, choices: Choices) -> Undo:
+        """Weights go to the GPU one by one; those of some blocks to the host, or stay there."""
+        placed = PlacedWeights(
+            self.stage.model,
+            choices.weights_away,
+            self._open_link(),
+            device=self._device(),
+            wraps=False,
+        )
+        self._placed = placed
+
+        def undo() -> None:
+            self._placed = None
+            placed.undo()
+
+        return undo
+
     def _move_optimizer(self, choices: Choices) -> Undo:
         """The optimizer's state, and masters, leave for the host."""
         stage = self.stage
         assert stage.optimizer is not None
+        trained = sum(p.nbytes for p in stage.model.parameters() if p.requires_grad)
         host = HostOptimizer(
             stage.model,
             stage.optimizer,
@@ -258,13 +295,15 @@ class Applied:
             HostPlacement(
                 host_share=choices.host_share,
                 keep_gradients=choices.gradient_room,
-                bucket=_bucket(stage.model),
-                ahead=4,
+                bucket=bucket_bytes(trained),
+                ahead=choices.state_ahead,
             ),
             blocks=[find_module(stage.model, path) for path in choices.blocks] or None,
             masters=stage.masters,
+            weights=self._placed.streamed if self._placed is not None else None,
             clip_norm=stage.job.clip_norm,
             scaler=stage.scaler,
+            home=self._placed.home if self._placed is not None else None,
         )
         stage.host = host
 
@@ -306,13 +345,8 @@ class Applied:
         do(forget)
 
 
-def _bucket(model: nn.Module) -> int:
-    """Bytes of weights that are stepped together: large enough for the link, small beside all."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return min(max(weights // 64, 1 << 20), 32 << 20)
-
-
 _ALLOCATOR, _BLOCK, _COMPILED = "allocator", "block", "compiled"
+_AWAY, _OFFLOADED = "weights away", "offloaded"
 _HEAD, _IN_BACKWARD, _GRAPH = "head", "in backward", "graph"
 
 
@@ -328,8 +362,17 @@ class _Part:
 def _parts(choices: Choices) -> list[_Part]:
     kind = _COMPILED if choices.compiled else _BLOCK
     parts = [_Part(technique=_ALLOCATOR, how=choices.allocator)] if choices.allocator else []
-    parts += [_Part(technique=kind, path=path, how=how) for path, how in choices.blocks.items()]
+    parts += [
+        _Part(technique=kind, path=path, how=on_the_gpu(how))
+        for path, how in choices.blocks.items()
+    ]
     parts += [_Part(technique=_COMPILED, path=path, how=KEEP) for path in choices.compiled_others]
+    if choices.weights_away:
+        parts.append(_Part(technique=_AWAY))
+    parts += [
+        _Part(technique=_OFFLOADED, path=path, how=choices.blocks[path])
+        for path in choices.offloaded
+    ]
     if choices.loss_chunk is not None:
         parts.append(_Part(technique=_HEAD, path=choices.head, how=str(choices.loss_chunk)))
     if choices.optimizer_in_backward:
@@ -338,6 +381,14 @@ def _parts(choices: Choices) -> list[_Part]:
         # What was captured is good for nothing once anything else has changed.
         parts.append(_Part(technique=_GRAPH, how=str(choices)))
     return parts
+
+
+def _around(changed: Collection[_Part], applied: Collection[_Part]) -> set[_Part]:
+    """What lies around blocks that change: it is taken off first, and put on again."""
+    blocks = {part.path for part in changed if part.technique in (_BLOCK, _COMPILED)}
+    away = {part for part in applied if part.technique == _AWAY and blocks}
+    offloaded = {part for part in applied if part.technique == _OFFLOADED}
+    return away | {part for part in offloaded if away or part.path in blocks}
 
 
 def _planned(job: Job, choices: Choices) -> Job:

@@ -32,7 +32,7 @@ from oomph.rehearsal.phases import fake_actors
 from oomph.rehearsal.world import pretend
 from oomph.techniques.autocast import autocast, use_tf32
 from oomph.techniques.micro_batch import in_evaluation
-from oomph.techniques.streamed_weights import StreamedWeights
+from oomph.techniques.placing import PlacedWeights, move_model
 from oomph.timing.clock import Clock
 from oomph.units import format_bytes, parse_bytes
 
@@ -80,12 +80,10 @@ class InferenceRun:
                 undos.callback(use_tf32())
             undos.enter_context(in_evaluation(model))
             if streamed:
-                weights = StreamedWeights(model, streamed, link, ahead=ahead, device=device)
-                undos.callback(weights.undo)
-                elsewhere = set(weights.parameters)
+                placed = PlacedWeights(model, streamed, link, device=device, ahead=ahead)
+                undos.callback(placed.undo)
             else:
-                elsewhere = set()
-            undos.enter_context(_on(device, model, elsewhere))
+                undos.callback(move_model(model, device))
             self._undos = undos.pop_all()
 
     def __call__(self, batch: Any) -> Any:
@@ -236,28 +234,3 @@ def _host_bytes_to_take(model: nn.Module, streamed: Sequence[str]) -> int:
     leaving = {p for parameters in sizes.values() for p in parameters if p.device.type != "cpu"}
     twice = max((sum(p.nbytes for p in parameters) for parameters in sizes.values()), default=0)
     return sum(p.nbytes for p in leaving) + twice
-
-
-@contextlib.contextmanager
-def _on(device: torch.device, model: nn.Module, but: set[nn.Parameter]) -> Any:
-    """While active, parameters and buffers are on a device, but for some; then where they were."""
-    parameters = [(p, p.device) for p in model.parameters() if p not in but]
-    buffers = [
-        (module, name, buffer.device)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-
-    def move(to: torch.device | None) -> None:
-        for parameter, origin in parameters:
-            parameter.data = parameter.data.to(to or origin)
-        for module, name, origin in buffers:
-            buffer = module._buffers[name]
-            module._buffers[name] = buffer.to(to or origin) if buffer is not None else None
-
-    try:
-        move(device)
-        yield
-    finally:
-        move(None)

@@ -204,13 +204,15 @@ def _as_plain(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[
     """An optimizer's state as a plain one would keep it for these parameters.
 
     Where a parameter is laid out in another order than its dimensions have, so is its state: fused
-    kernels go through both as they lie in memory.
+    kernels go through both as they lie in memory. One that shows nothing, as its numbers are on the
+    host, says nothing of its layout; whoever keeps its state there knows it.
     """
     plain = plain_state_dict(state_dict, dict(enumerate(parameters)))
 
     def like(at: Any, value: Any) -> Any:
         alike = isinstance(value, Tensor) and value.shape == parameters[at].shape
-        return _laid_out(value, parameters[at].stride()) if alike else value
+        stride = parameters[at].stride()
+        return _laid_out(value, stride) if alike and any(stride) else value
 
     state = {
         at: {key: like(at, value) for key, value in one.items()}

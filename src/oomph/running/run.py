@@ -307,9 +307,9 @@ def apply(
 ) -> Run:
     """Apply a plan to the job's own model and optimizer, on the device the model is on.
 
-    A job with a function for a model gets a new one, on the GPU where there is one. Where anything
-    is not as it was planned for, that raises `StalePlan`, and the model is not touched. `elastic`
-    is as for `fit`.
+    With another `device` it comes there, as far as the plan says. A job with a function for a model
+    gets a new one, on the GPU where there is one. Where anything is not as it was planned for, that
+    raises `StalePlan`, and the model is not touched. `elastic` is as for `fit`.
     """
     return _apply(plan, job, device, elastic)
 
@@ -323,15 +323,19 @@ def _apply(
 ) -> Run:
     """Apply a plan; `planner` is who made it, if that is known, and makes others for the run."""
     _refuse_own_changes(job)
-    with _as_it_was(job.model):
+    with _as_it_was(job.model) as forget_unchanged:
         model = build_model(dataclasses.replace(job, checkpointing="none"))
+        forget_unchanged()
         target = _device_of(job, model, device)
-        optimizer = _optimizer_of(job, model, target)
+        if not isinstance(job.model, nn.Module) and plan.choices.optimizer_on == "gpu":
+            model.to(target)
+        optimizer = _optimizer_of(job, model)
         _check_ownership(model, optimizer)
         card = _gpu_of(target)
         name, gpu = plan.made_for.job, card.name if card is not None else None
         plan.made_for.check(MadeFor.of(name, model, make_batch(job), optimizer, gpu))
-        check_host_memory(plan.predicted.host, "the plan")
+        leaves_host = sum(p.nbytes for p in model.parameters() if p.device.type != target.type)
+        check_host_memory(max(plan.predicted.host - leaves_host, 0), "the plan")
         own = dataclasses.replace(job, model=model, optimizer=optimizer)
         make_another = functools.partial(make_planner, budget=plan.budget, gpu=card)
         ladder = Ladder(planner or make_another(own), plan)
@@ -365,6 +369,7 @@ def fit(
     *,
     budget: str | int | None = None,
     allow: str | Fidelity = Fidelity.ROUNDING,
+    device: str | torch.device | None = None,
     time_blocks: bool = False,
     elastic: bool | Elastic = False,
     prefetch: int = 0,
@@ -372,9 +377,11 @@ def fit(
 ) -> Run:
     """Rehearse, plan and apply in one line; `options` are those of `Job` (precision, clip_norm …).
 
-    The model stays on its device. On a GPU the budget is enforced for the whole process; without
-    one it is all of the card. With `time_blocks` the options of its blocks are timed on the device
-    first, where the memory of one block is free; without, a model of the card tells their seconds.
+    The model runs on its device, or on `device`: one that is on the CPU, because it is too large
+    for the card, comes to the card as far as the plan says. There the budget is enforced for the
+    whole process; without one it is all of the card. With `time_blocks` the options of its blocks
+    are timed on the device first, where the memory of one block is free; without, a model of the
+    card tells their seconds.
 
     An `elastic` run has plans for less memory made ahead, down to the leanest. Before each step it
     looks at the memory there is, and goes to a smaller plan at once where there is less; back after
@@ -385,19 +392,19 @@ def fit(
     job = Job(model, loss, optimizer, batch, **options)
     _refuse_own_changes(job)
     _check_ownership(model, optimizer)
-    device = _device_of(job, model, None)
-    gpu = _gpu_of(device)
+    target = _device_of(job, model, device)
+    gpu = _gpu_of(target)
     timer = None
     if time_blocks:
-        on_device = _moved(make_batch(job), device)
+        on_device = _moved(make_batch(job), target)
         timer = BlockTimer(job=job, model=model, optimizer=optimizer, batch=on_device)
     room = _room_beside(prefetch, job, gpu, budget)
     planner = make_planner(job, budget=room, gpu=gpu, allow=allow, timer=timer)
     plan = planner.plan()
-    run = _apply(plan, job, device, elastic, planner)
+    run = _apply(plan, job, target, elastic, planner)
     run.prefetch = prefetch
     if budget is not None and gpu is not None:
-        enforce(parse_bytes(budget), gpu, device)
+        enforce(parse_bytes(budget), gpu, target)
     return run
 
 
@@ -450,14 +457,22 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any) -> Iterator[None]:
-    """Whatever fails inside, a given model has the mode and the number formats it came with."""
+def _as_it_was(model: Any) -> Iterator[Callable[[], None]]:
+    """Whatever fails inside, a given model has the mode and the number formats it came with.
+
+    Once its formats are what they will be, what is given is to be called: weights that did not
+    change are not held on to, so that whoever moves them gets their memory back.
+    """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     buffers = [dict(module._buffers) for module in modules]
     weights = [(weight, weight.data) for module in modules for weight in module.parameters(False)]
+
+    def forget_unchanged() -> None:
+        weights[:] = [(weight, data) for weight, data in weights if weight.dtype != data.dtype]
+
     try:
-        yield
+        yield forget_unchanged
     except BaseException:
         for module, training, own in zip(modules, modes, buffers, strict=True):
             module.training = training
@@ -479,9 +494,7 @@ def _device_of(job: Job, model: nn.Module, device: str | torch.device | None) ->
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _optimizer_of(job: Job, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    if not isinstance(job.model, nn.Module):
-        model.to(device)
+def _optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     if isinstance(job.optimizer, torch.optim.Optimizer):
         return job.optimizer
     make = make_optimizer(job.optimizer) if isinstance(job.optimizer, str) else job.optimizer

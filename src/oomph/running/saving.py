@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oomph.planning.plan import Plan
 from oomph.running.checkpoint_folder import MANIFEST, checkpoints, new_checkpoint
@@ -97,13 +97,12 @@ def save(now: Situation, folder: Path, *, keep: int) -> Path:
 def plain_model_state(stage: Stage) -> dict[str, Any]:
     """The model's state dict, as it would be without a plan."""
     masters = stage.masters
-    state: dict[str, Any] = stage.model.state_dict(keep_vars=True)
-    if masters is None:
-        return dict(state)
-    return {
-        name: masters.master_of(value) if isinstance(value, nn.Parameter) else value
-        for name, value in state.items()
-    }
+    state: dict[str, Any] = dict(stage.model.state_dict(keep_vars=True))
+    if masters is not None:
+        for name, parameter in stage.model.named_parameters(remove_duplicate=False):
+            if (master := masters.master_of(parameter)) is not parameter and name in state:
+                state[name] = master
+    return state
 
 
 def optimizer_state(stage: Stage) -> dict[str, Any]:

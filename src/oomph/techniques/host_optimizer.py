@@ -20,6 +20,10 @@ How it is called, in each step:
             loss.backward()
     host.step()
 
+Weights that are on the host themselves (`StreamedWeights`) come and go as masters do: nothing of
+them is written on the GPU. With masters it is the GPU that rounds them. A block is fetched for the
+next forward when its weights have been stepped and have arrived.
+
 `step` clips, unscales, updates the scaler and forgets the gradients. Before anybody else looks at
 weights or state, `settle` completes what is under way.
 """
@@ -30,7 +34,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,9 +49,10 @@ from oomph.techniques.first_use import FirstUse
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_state import HostState
 from oomph.techniques.host_step import HostStep
-from oomph.techniques.host_tensors import host_tensor, to_gpu_now, to_host_now
+from oomph.techniques.host_tensors import brought_home, host_tensor, to_host_now
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.low_bit_state import has_low_bit_state
+from oomph.techniques.master_weights import AwayWeights
 from oomph.techniques.optimizer_in_backward import (
     Masters,
     check_per_parameter,
@@ -61,12 +66,17 @@ from oomph.techniques.optimizer_twin import (
     frozen_groups,
     is_elementwise,
 )
+from oomph.techniques.partial_steps import tell_followers
 from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets
 from oomph.techniques.streamed_step import StreamedStep
+from oomph.techniques.streamed_weights import StreamedWeights
 
 
 class RoundedMasters(Masters, Protocol):
     """Masters that somebody else may round into the model; see `MasterWeights`."""
+
+    away: AwayWeights | None
+    """Where the model's weights are that are not on the GPU."""
 
     def note_rounded(self, owned: Tensor) -> None:
         """A master was stepped and rounded into its parameter."""
@@ -90,8 +100,9 @@ class HostOptimizer:
     """Steps `optimizer` with its state on the host; see the top of this file.
 
     `blocks` are the modules before which all their parameters must be ready, and inside which no
-    hook is wanted; the model's repeated blocks if none are given. `clip_norm` and `scaler` are what
-    the job uses.
+    hook is wanted; the model's repeated blocks if none are given. `weights` are those that are on
+    the host. `clip_norm` and `scaler` are what the job uses. `home` says where the state and the
+    master of a parameter go in the end, if that is not where the parameter is or was.
     """
 
     def __init__(
@@ -103,29 +114,33 @@ class HostOptimizer:
         *,
         blocks: Collection[nn.Module] | None = None,
         masters: RoundedMasters | None = None,
+        weights: StreamedWeights | None = None,
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        home: Callable[[Tensor], torch.device] | None = None,
     ) -> None:
         _check(optimizer, masters, placement)
+        self._weights = weights
+        self._home = home
         self._optimizer = optimizer
         self._link = link
         self._placement = placement
         self._masters = masters
         self._clip_norm = clip_norm
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._defers = clip_norm is not None or self._scaler is not None
+        #: Whether steps are only begun: all gradients must be known before the first is used.
+        self.defers = clip_norm is not None or self._scaler is not None
         #: Whether a step broke off after some parameters had been stepped: weights and state are
         #: then partly those of the next step, and no further step is made.
         self.dirty = False
-        self._trained = _find_trained(optimizer, masters)
+        self._trained = _find_trained(optimizer, masters, weights)
         self._by_leaf = {trained.leaf: trained for trained in self._trained}
-        self._known = {trained.owned for trained in self._trained}
         #: On the host: what the optimizer steps of parameters that have a master.
         self._host_masters: dict[Trained, Tensor] = {}
         self._masters_hidden = False
         self._state = HostState(link, optimizer)
-        self._gradients = LeavingGradients(link, placement.bucket)
-        parts = (link, optimizer, self._state, self._host_masters, self._note_rounded)
+        self._gradients = LeavingGradients(link, placement.bucket * placement.ahead)
+        parts = (link, optimizer, self._state, self._host_masters, self._note_rounded, weights)
         self._streamed = StreamedStep(*parts)
         self._host = HostStep(*parts)
         self._first_use = FirstUse(
@@ -193,10 +208,11 @@ class HostOptimizer:
             return
         # What schedulers look at.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._defers:
+        if self.defers:
             self._begin_step()
         else:
             self._begin_batch()
+        tell_followers(self._optimizer)
 
     def settle(self) -> None:
         """Complete the step that was begun; weights and state may be read and written then."""
@@ -209,29 +225,38 @@ class HostOptimizer:
     def abandon(self) -> None:
         """Drop the gradients of a batch that is not to be stepped; a step under way goes on."""
         self._streamed.drop()  # whoever ran out of memory needs it; it can come again
+        if self._weights is not None:
+            self._weights.leave_gpu()
         self._gradients.forget(but=self._not_stepped_yet())
         for trained in self._trained:
             trained.owned.grad = trained.leaf.grad = None
         self._begin_batch()
 
     def undo(self) -> None:
-        """State and masters are on the GPU again, as the plain optimizer has them."""
+        """State and masters are where the plain optimizer has them; to be called before `weights`'.
+
+        Weights that are on the host stay there.
+        """
         if not self.dirty:
             self._complete_step()
         self._host.close()
         self._streamed.settle()
         self._gradients.close()
         for trained in self._trained:
-            self._state.move_in(trained)
-            self._place_counter(trained, trained.leaf.device)
+            home, device = self._home_of(trained), trained.leaf.device
+            self._state.move_in(trained, home)
+            self._place_counter(trained, home)
             if (master := self._host_masters.pop(trained, None)) is not None:
-                trained.owned.data = to_gpu_now(self._link, master, trained.leaf.device)
+                trained.owned.data = brought_home(self._link, master, home, device)
         self._state.forget()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._first_use.remove()
+        self._follow_weights(None)
         self._trained, self._by_leaf, self._pending = [], {}, {}
+        self._order = _Order([], [], set(), ())
+        self._begin_batch()
         self._sent_coefficient = self._coefficient_room = self._next = None
 
     def make_state(self) -> None:
@@ -247,13 +272,31 @@ class HostOptimizer:
         made = _made_states(self._optimizer) if is_elementwise(self._optimizer) else None
         for trained in self._trained:
             self._state.move_out(trained)
+            self._place_counter(trained, trained.leaf.device)
             if made is not None:
                 self._state.reserve(trained, made(trained.group, trained.owned.dtype))
             if trained.has_master:
                 self._host_masters[trained] = to_host_now(self._link, trained.owned)
                 trained.owned.data = self._host_masters[trained]
 
+    def _home_of(self, trained: Trained) -> torch.device:
+        """Where the plain optimizer has the state of a parameter."""
+        if self._home is not None:
+            return self._home(trained.leaf)
+        if trained.away is not None:
+            assert self._weights is not None
+            return self._weights.origin(trained.leaf)
+        return trained.leaf.device
+
+    def _follow_weights(self, weights: StreamedWeights | None) -> None:
+        """Have whoever reads weights of the host ask first, or nobody any more."""
+        if self._masters is not None:
+            self._masters.away = weights
+        if self._weights is not None:
+            self._weights.ask_before_reading(self._may_read if weights is not None else None)
+
     def _add_hooks(self) -> None:
+        self._follow_weights(self._weights)
         for trained in self._trained:
             hook = trained.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
             self._handles.append(hook)
@@ -318,7 +361,7 @@ class HostOptimizer:
         self._check_groups()
         self._backward_is_last = last
         if last:
-            if not self._defers:
+            if not self.defers:
                 self._freeze_groups()
             self._missing = {b: set(b.parameters) for b in self._order.buckets}
             self._upcoming = list(self._order.streamed)
@@ -360,7 +403,7 @@ class HostOptimizer:
                     gradient = self._gradients.take_back(trained)
                 if gradient is not None:
                     self._take(trained, gradient)
-            if not self._defers:
+            if not self.defers:
                 rest, self._missing = list(self._missing), {}
                 for bucket in rest:
                     self._step_inside([bucket])
@@ -372,13 +415,13 @@ class HostOptimizer:
             self._unscale(gradient)
         self._complete[trained] = gradient_norm(gradient) if self._clip_norm is not None else None
         leaves = trained in self._order.leaving
-        if leaves and (self._defers or trained in self._order.host_stepped):
+        if leaves and (self.defers or trained in self._order.host_stepped):
             dtype = trained.leaf.dtype if self._wires_leaf_dtype else gradient.dtype
             self._gradients.send(trained, gradient, dtype)
         else:
             self._kept[trained] = gradient
         complete = self._arrived_in_buckets(trained)
-        if not self._defers:
+        if not self.defers:
             self._step_inside(complete)
             self._prefetch_inside()
         elif len(self._missing) <= self._placement.ahead:
@@ -460,6 +503,31 @@ class HostOptimizer:
                 if trained in self._order.host_stepped
                 for bucket in self._order.buckets_of[trained]
             )
+
+    def _may_read(self, leaves: Sequence[Tensor], now: bool) -> bool:
+        """A block's weights are about to be read: have them stepped, if that can be done now."""
+        trained = [self._by_leaf[leaf] for leaf in leaves if leaf in self._by_leaf]
+        if self._backward_is_last is not None:
+            # What this backward is done with is fetched for the next forward, once it is stepped.
+            return not any(t in self._complete and self._is_to_step(t) for t in trained)
+        if self._next is None:
+            return True
+        self._check_whole()
+        on_host = [
+            bucket
+            for t in trained
+            if t in self._order.host_stepped
+            for bucket in self._order.buckets_of[t]
+        ]
+        if not now and not self._host.are_done(on_host):
+            return False
+        self._advance(max((self._order.stop.get(t, 0) for t in trained), default=0))
+        with self._or_dirty():
+            self._host.finish(on_host)
+        return True
+
+    def _is_to_step(self, trained: Trained) -> bool:
+        return self.defers or any(b in self._missing for b in self._order.buckets_of[trained])
 
     def _complete_step(self) -> None:
         if self._next is None:
@@ -585,25 +653,28 @@ class HostOptimizer:
             if at not in loading:
                 continue
             trained = by_owned.get(parameter)
-            device = trained.leaf.device if trained is not None else parameter.device
             self._optimizer.state[parameter] = {
-                name: self._loaded(name, value, parameter, device)
+                name: self._loaded(name, value, parameter, trained)
                 for name, value in loading[at].items()
             }
             if trained is not None:
                 on_host = trained in self._order.host_stepped
-                self._place_counter(trained, torch.device("cpu") if on_host else device)
+                stepped_on = torch.device("cpu") if on_host else trained.leaf.device
+                self._place_counter(trained, stepped_on)
                 self._state.adopt(trained)
 
-    def _loaded(self, name: str, value: Any, parameter: Tensor, device: torch.device) -> Any:
+    def _loaded(self, name: str, value: Any, parameter: Tensor, trained: Trained | None) -> Any:
         if not isinstance(value, Tensor):
             return value
         if name == "step":
             return value.clone()
-        if value.dim() and parameter in self._known:
-            here = host_tensor(self._link, value, parameter.dtype)
+        if value.dim() and trained is not None:
+            # It lies as its parameter does, which has another shape where it is a part of state.
+            like = trained.like if trained.like.shape == value.shape else value
+            here = host_tensor(self._link, like, parameter.dtype)
             here.copy_(value)
             return here
+        device = trained.leaf.device if trained is not None else parameter.device
         return value.to(device=device, dtype=parameter.dtype, copy=True)
 
     # -- checks -----------------------------------------------------------------------------------
@@ -715,11 +786,16 @@ def _check(
 
 
 def _find_trained(
-    optimizer: torch.optim.Optimizer, masters: RoundedMasters | None
+    optimizer: torch.optim.Optimizer,
+    masters: RoundedMasters | None,
+    weights: StreamedWeights | None,
 ) -> list[Trained]:
     """The optimizer's parameters that get gradients, in its order."""
+    away: dict[Tensor, Tensor] = {}
+    if weights is not None:
+        away.update((p, weights.host_weight(p)) for p in weights.parameters)
     found = [
-        Trained(leaf=leaf, owned=owned, group=at)
+        Trained(leaf=leaf, owned=owned, group=at, away=away.get(leaf))
         for at, group in enumerate(optimizer.param_groups)
         for owned in group["params"]
         if (leaf := masters.leaf_of(owned) if masters is not None else owned).requires_grad

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oomph.host.link import Link
-from oomph.techniques.host_tensors import host_tensor, to_gpu_now, to_host_now
+from oomph.techniques.host_tensors import brought_home, host_tensor, to_host_now
 from oomph.techniques.optimizer_twin import State
 from oomph.techniques.step_buckets import Piece, Trained
 
@@ -39,7 +39,7 @@ class HostState:
         if not self._optimizer.state.get(trained.owned):
             for name, value in made.items():
                 if _is_moved(value):
-                    room = host_tensor(self._link, trained.leaf, value.dtype)
+                    room = host_tensor(self._link, trained.like, value.dtype)
                     self._reserved[trained, name] = room
 
     def make(self, trained: Trained, made: State) -> None:
@@ -48,7 +48,7 @@ class HostState:
             trained=trained, start=0, stop=trained.leaf.numel(), is_whole=True, is_last=True
         )
         like = {
-            name: torch.empty_like(trained.leaf, dtype=value.dtype, device="meta")
+            name: torch.empty_like(trained.like, dtype=value.dtype, device="meta")
             if _is_moved(value)
             else value.clone()
             for name, value in made.items()
@@ -78,14 +78,14 @@ class HostState:
         self._complete.add(trained)
         self._moved.add(trained)
 
-    def move_in(self, trained: Trained) -> None:
-        """Bring it back to the GPU."""
+    def move_in(self, trained: Trained, home: torch.device) -> None:
+        """Bring it back to where it was."""
         if trained not in self._moved:
             return
         state = self._optimizer.state[trained.owned]
         for name, value in state.items():
             if _is_moved(value):
-                state[name] = to_gpu_now(self._link, value, trained.leaf.device)
+                state[name] = brought_home(self._link, value, home, trained.leaf.device)
 
     def tensors(self, piece: Piece) -> dict[str, Tensor]:
         """This piece of what is on the host; nothing before its first step."""
@@ -122,7 +122,7 @@ class HostState:
         reserved = self._reserved.pop((piece.trained, name), None)
         if reserved is not None and reserved.dtype == value.dtype:
             return reserved
-        like = value if piece.is_whole else piece.trained.leaf
+        like = value if piece.is_whole else piece.trained.like
         return host_tensor(self._link, like, value.dtype)
 
     def _is_there(self, piece: Piece) -> bool:

@@ -21,6 +21,7 @@ from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
 from oomph.techniques.streamed_step import scale
+from oomph.techniques.streamed_weights import StreamedWeights
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,7 +38,10 @@ class _Turn:
 
 
 class HostStep:
-    """Steps buckets on the host; `rounded` is told of each parameter whose master was stepped."""
+    """Steps buckets on the host; `rounded` is told of each parameter whose master was stepped.
+
+    `weights` are those that are on the host anyway: they are stepped, or rounded to, in place.
+    """
 
     def __init__(
         self,
@@ -46,8 +50,10 @@ class HostStep:
         state: HostState,
         masters: Mapping[Trained, Tensor],
         rounded: Callable[[Tensor], None],
+        weights: StreamedWeights | None,
     ) -> None:
         self._link = link
+        self._away = weights
         self._twin = OptimizerTwin(optimizer, on_host=True)
         self._state = state
         self._masters = masters
@@ -60,7 +66,8 @@ class HostStep:
 
     def make_room(self, trained: Trained) -> None:
         """Take the host memory that a parameter needs."""
-        self._weights[trained] = host_tensor(self._link, trained.leaf)
+        away = trained.away
+        self._weights[trained] = host_tensor(self._link, trained.leaf) if away is None else away
 
     def begin(
         self,
@@ -75,7 +82,7 @@ class HostStep:
             return
         slots = {piece.trained: gradients.slot(piece.trained) for piece in pieces}
         after = [copy for _, copy in slots.values()]
-        after += [copy for trained in slots if (copy := self._refresh(trained)) is not None]
+        after += [copy for trained in slots for copy in self._before_work(trained)]
         if coefficient is not None:
             after.append(coefficient[1])
         work = functools.partial(
@@ -87,12 +94,20 @@ class HostStep:
         )
         begun = self._link.host_work(work, _traffic(pieces), after)
         self._turns[bucket] = _Turn(pieces=pieces, work=begun, after=after)
+        for trained in slots:
+            if trained.away is not None:
+                assert self._away is not None
+                self._away.written(trained.leaf, [begun])
 
     def return_done(self) -> None:
         """Begin to bring back what is stepped by now."""
         for turn in self._turns.values():
             if not turn.returns and turn.work.is_done():
                 self._return(turn)
+
+    def are_done(self, buckets: Iterable[Bucket]) -> bool:
+        """Whether nobody would have to wait for the host's work on these."""
+        return all(self._turns[b].work.is_done() for b in buckets if b in self._turns)
 
     def finish(self, buckets: Iterable[Bucket]) -> None:
         """Have the new weights of buckets on the GPU before whatever comes next."""
@@ -123,6 +138,7 @@ class HostStep:
                 copy.wait()
         self._turns.clear()
         self._weights.clear()
+        self._versions.clear()
 
     def _return(self, turn: _Turn) -> None:
         turn.work.finish()
@@ -130,14 +146,21 @@ class HostStep:
         turn.copies = [
             self._link.to_gpu(piece.of(self._weights[piece.trained]), piece.of(piece.trained.leaf))
             for piece in turn.pieces
+            if piece.trained.away is None
         ]
 
-    def _refresh(self, trained: Trained) -> Copy | None:
-        """Copy a parameter that somebody else wrote to, or that was not copied yet."""
+    def _before_work(self, trained: Trained) -> list[Copy]:
+        """What must be done before a parameter is stepped.
+
+        A parameter that somebody else wrote to, or that was not copied yet, is copied.
+        """
+        if trained.away is not None:
+            assert self._away is not None
+            return self._away.before_write(trained.leaf)
         if trained.has_master or self._versions.get(trained) == trained.leaf._version:
-            return None
+            return []
         self._versions[trained] = trained.leaf._version
-        return self._link.to_host(trained.leaf.detach(), self._weights[trained])
+        return [self._link.to_host(trained.leaf.detach(), self._weights[trained])]
 
     @torch.no_grad()
     def _work(

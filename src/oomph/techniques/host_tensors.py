@@ -18,7 +18,9 @@ def host_tensor(link: Link, like: Tensor, dtype: torch.dtype | None = None) -> T
     memory = link.host_memory(like.numel() * dtype.itemsize)
     if not like.numel():
         return memory.view(dtype).view(like.shape)
-    stride = torch.empty_like(like, device="meta").stride()
+    # Only where it must be: to a rehearsal, a tensor like one of the GPU is memory of the GPU.
+    is_plain = like.is_contiguous()
+    stride = like.stride() if is_plain else torch.empty_like(like, device="meta").stride()
     return memory.view(dtype).as_strided(like.shape, stride)
 
 
@@ -34,6 +36,15 @@ def to_gpu_now(link: Link, tensor: Tensor, device: torch.device) -> Tensor:
     there = gpu_like(tensor, device)
     link.to_gpu(tensor, there).wait()
     return there
+
+
+def brought_home(
+    link: Link, tensor: Tensor, home: torch.device, computes_on: torch.device
+) -> Tensor:
+    """A tensor of the host where it was before; what was in host memory beside a GPU stays."""
+    if home.type == "cpu" and computes_on.type != "cpu":
+        return tensor
+    return to_gpu_now(link, tensor, home)
 
 
 def to_host_now(link: Link, tensor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class LeavingGradients:
         """Let a gradient leave, as `dtype`; it must not be written to any more."""
         slot = self._slots.get(trained)
         if slot is None or slot.dtype != dtype:
-            slot = self._slots[trained] = host_tensor(self._link, trained.leaf, dtype)
+            slot = self._slots[trained] = host_tensor(self._link, trained.like, dtype)
         copy = self._link.to_host(gradient.to(dtype), slot)
         self._filled[trained] = copy
         self._leaving.append((copy, slot.nbytes))
@@ -104,6 +104,8 @@ class LeavingGradients:
         """Drop all of them and give the host memory back."""
         self.forget()
         self._slots.clear()
+        self._order.clear()
+        self._places.clear()
 
     def _following(self, trained: Trained) -> list[Trained]:
         at = self._places.get(trained)

@@ -12,7 +12,7 @@ the optimizer's parameters, not the model's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,16 @@ class _Pair:
     version: int
 
 
+class AwayWeights(Protocol):
+    """Weights of the model that are on the host; see `StreamedWeights`."""
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the numbers of a parameter are on the host."""
+
+    def write(self, parameter: nn.Parameter, numbers: Tensor) -> None:
+        """Give a parameter other numbers."""
+
+
 class MasterWeights:
     """Gives the model's fp32 parameters that the optimizer owns the type `dtype`.
 
@@ -49,6 +59,8 @@ class MasterWeights:
     ) -> None:
         check_per_parameter(optimizer, "keeping master weights")
         self._optimizer = optimizer
+        #: Told by whoever steps weights that are not on the GPU.
+        self.away: AwayWeights | None = None
         self._pairs: dict[Tensor, _Pair] = {}  # by parameter
         self._by_master: dict[Tensor, _Pair] = {}
         self._step_hook = optimizer.register_step_post_hook(self._after_step)
@@ -80,8 +92,11 @@ class MasterWeights:
         """Round a master into the model, after it was written to outside a step."""
         pair = self._by_master.get(owned)
         if pair is not None:
-            # Not through .data: autograd must notice if backward still needs the old value.
-            pair.parameter.copy_(owned)
+            if self.away is not None and self.away.holds(pair.parameter):
+                self.away.write(pair.parameter, owned)
+            else:
+                # Not through .data: autograd must notice if backward still needs the old value.
+                pair.parameter.copy_(owned)
             pair.version = pair.parameter._version
 
     def note_rounded(self, owned: Tensor) -> None:

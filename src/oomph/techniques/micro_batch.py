@@ -256,7 +256,10 @@ def count_targets(compute_loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor | 
 
 
 def _find_rules(mean: _Mean) -> list[Count]:
-    """Ways to count in a batch that are true of this mean's targets in its part."""
+    """Ways to count in a batch that are true of this mean's targets in its part.
+
+    The part may lie elsewhere than its targets: a loss may move them, as an evaluation does.
+    """
     targets = mean.target.flatten()
     for only_valid in (False, True):
         for path, leaf in _likely_targets(mean.part):
@@ -265,7 +268,7 @@ def _find_rules(mean: _Mean) -> list[Count]:
                 for shift in (0, 1)
                 if any(
                     _alike(form.flatten(), targets, mean.ignored, only_valid)
-                    for form in _forms(leaf, shift, mean.ignored)
+                    for form in _forms(leaf.to(targets.device), shift, mean.ignored)
                 )
             ]
             if rules:

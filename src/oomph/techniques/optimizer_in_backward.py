@@ -27,6 +27,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput
+from oomph.techniques.partial_steps import is_follower, part_of_a_step, tell_followers
 
 #: Classes whose step of one parameter looks at no other parameter.
 PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
@@ -130,6 +131,7 @@ class OptimizerInBackward:
                     self._step(owned)
             # What schedulers look at; it says nothing about how many parameters had a gradient.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
+            tell_followers(self._optimizer)
         except BaseException:
             self.dirty = bool(self._stepped)
             raise
@@ -160,7 +162,7 @@ class OptimizerInBackward:
                 self.before_step(owned)
             if self._scale is not None:
                 owned.grad.mul_(self._scale)
-            with shown_only(self._optimizer, group, [owned]):
+            with part_of_a_step(), shown_only(self._optimizer, group, [owned]):
                 self._optimizer.step()
             owned.grad = None
 
@@ -194,9 +196,8 @@ def foreign_step_hooks(optimizer: torch.optim.Optimizer, masters: Masters | None
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
     )
-    return [
-        hook for hook in hooks if masters is None or getattr(hook, "__self__", None) is not masters
-    ]
+    foreign = [hook for hook in hooks if not is_follower(hook)]
+    return [h for h in foreign if masters is None or getattr(h, "__self__", None) is not masters]
 
 
 @contextlib.contextmanager

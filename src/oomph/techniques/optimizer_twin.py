@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oomph.techniques.optimizer_in_backward import PER_PARAMETER, runs_step_of
+from oomph.techniques.partial_steps import part_of_a_step
 
 #: Have a fused kernel on the CPU.
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -51,7 +52,8 @@ class OptimizerTwin:
             if state:
                 twin.state[tensor] = state
         try:
-            twin.step()
+            with part_of_a_step():
+                twin.step()
             return [dict(twin.state.get(tensor, {})) for tensor in tensors]
         finally:
             twin.param_groups = []

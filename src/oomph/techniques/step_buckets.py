@@ -23,6 +23,13 @@ class Trained:
     owned: Tensor
     group: int
     """Which of the optimizer's groups it is in."""
+    away: Tensor | None = None
+    """The weights themselves, where they are on the host and the leaf shows none of them."""
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its shape and type that lies in memory as it does."""
+        return self.leaf if self.away is None else self.away
 
     @property
     def has_master(self) -> bool:
@@ -50,6 +57,9 @@ class Piece:
         """This piece of a tensor that has the parameter's shape, without history."""
         if self.is_whole:
             return tensor.detach()
+        if tensor.is_contiguous():  # one op in place of two: there are many pieces
+            start = tensor.storage_offset() + self.start
+            return tensor.detach().as_strided((self.numel,), (1,), start)
         return tensor.detach().reshape(-1)[self.start : self.stop]
 
 
@@ -63,6 +73,11 @@ class Bucket:
     def parameters(self) -> list[Trained]:
         """The parameters it has pieces of, each once."""
         return list(dict.fromkeys(piece.trained for piece in self.pieces))
+
+
+def bucket_bytes(weights: int) -> int:
+    """A size of bucket for so many bytes of weights: enough for the link, little beside all."""
+    return min(max(weights // 64, 1 << 20), 32 << 20)
 
 
 def make_buckets(
@@ -93,7 +108,7 @@ def last_of(buckets: Sequence[Bucket]) -> dict[Trained, int]:
 def _pieces(trained: Trained, most: int, may_cut: bool) -> list[Piece]:
     count = trained.leaf.numel()
     step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
-    if not may_cut or count <= max(most, step) or not trained.leaf.is_contiguous():
+    if not may_cut or count <= max(most, step) or not trained.like.is_contiguous():
         return [Piece(trained=trained, start=0, stop=count, is_whole=True, is_last=True)]
     return [
         Piece(

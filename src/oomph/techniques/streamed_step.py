@@ -21,6 +21,7 @@ from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
+from oomph.techniques.streamed_weights import StreamedWeights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,12 +29,16 @@ class _Visit:
     """What came to the GPU for a bucket."""
 
     state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
-    masters: dict[Piece, Tensor] = field(default_factory=dict)
+    stepped: dict[Piece, Tensor] = field(default_factory=dict)
+    """Masters, and weights that are on the host themselves."""
     copies: list[Copy] = field(default_factory=list)
 
 
 class StreamedStep:
-    """Steps buckets on the GPU; `rounded` is told of each parameter whose master was stepped."""
+    """Steps buckets on the GPU; `rounded` is told of each parameter whose master was stepped.
+
+    `weights` are those that are on the host: what was stepped of them goes back there.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,10 @@ class StreamedStep:
         state: HostState,
         masters: Mapping[Trained, Tensor],
         rounded: Callable[[Tensor], None],
+        weights: StreamedWeights | None,
     ) -> None:
         self._link = link
+        self._weights = weights
         self._twin = OptimizerTwin(optimizer)
         self._state = state
         self._masters = masters
@@ -65,10 +72,9 @@ class StreamedStep:
             on_host = self._state.tensors(piece)
             visit.state[piece] = {name: gpu_like(t, device) for name, t in on_host.items()}
             pairs += zip(on_host.values(), visit.state[piece].values(), strict=True)
-            if piece.trained.has_master:
-                master = piece.of(self._masters[piece.trained])
-                visit.masters[piece] = gpu_like(master, device)
-                pairs.append((master, visit.masters[piece]))
+            if (home := self._home(piece.trained)) is not None:
+                visit.stepped[piece] = gpu_like(piece.of(home), device)
+                pairs.append((piece.of(home), visit.stepped[piece]))
         # All memory is there: from here on nothing can fail with copies under way.
         visit.copies = [self._link.to_gpu(source, target) for source, target in pairs]
         self._visits[bucket] = visit
@@ -113,7 +119,10 @@ class StreamedStep:
                 given.pop(piece).to(dtype) for piece, dtype in zip(pieces, dtypes, strict=True)
             ]
             scale(scaled, coefficient)
-            stepped = [visit.masters.get(piece, piece.of(piece.trained.leaf)) for piece in pieces]
+            stepped = [
+                visit.stepped[piece] if piece in visit.stepped else piece.of(piece.trained.leaf)
+                for piece in pieces
+            ]
             for tensor, gradient in zip(stepped, scaled, strict=True):
                 tensor.grad = gradient
             before = [{**self._state.scalars(p), **visit.state.pop(p)} for p in pieces]
@@ -123,13 +132,29 @@ class StreamedStep:
                 tensor.grad = None
                 for name, target in self._state.store(piece, state).items():
                     leaving.append(self._link.to_host(state[name], target))
-                if piece.trained.has_master:
-                    piece.of(piece.trained.leaf).copy_(tensor)
-                    self._rounded(piece.trained.owned)
-                    target = piece.of(self._masters[piece.trained])
-                    leaving.append(self._link.to_host(tensor, target))
+                leaving += self._return(piece, tensor)
         if leaving:
             self._last_copy = leaving[-1]
+
+    def _return(self, piece: Piece, stepped: Tensor) -> list[Copy]:
+        """Put what was stepped where it belongs."""
+        trained, copies = piece.trained, []
+        if trained.has_master:
+            copies.append(self._link.to_host(stepped, piece.of(self._masters[trained])))
+            if trained.away is None:
+                piece.of(trained.leaf).copy_(stepped)
+            self._rounded(trained.owned)
+        if trained.away is not None:
+            assert self._weights is not None
+            weights = stepped.to(trained.leaf.dtype)
+            reads = self._weights.before_write(trained.leaf)
+            copies.append(self._link.to_host(weights, piece.of(trained.away), reads))
+            self._weights.written(trained.leaf, copies[-1:])  # and all of this way before it
+        return copies
+
+    def _home(self, trained: Trained) -> Tensor | None:
+        """What of a parameter is on the host and is stepped: its master, or its weights."""
+        return self._masters.get(trained, trained.away)
 
     def release(self, most: int = 0) -> None:
         """Wait for the buckets on their way to the host, but for the last `most`."""

@@ -38,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput
 from oomph.host.link import Copy, Link
-from oomph.techniques.host_tensors import to_gpu_now
+from oomph.techniques.host_tensors import brought_home
 from oomph.techniques.optimizer_in_backward import weakly
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
@@ -49,6 +49,9 @@ from oomph.techniques.weight_blocks import (
     lay_out,
     streamed_by,
 )
+
+#: Whether the host's numbers of these parameters may be read; the flag says that a block runs now.
+MayRead = Callable[[Sequence[nn.Parameter], bool], bool]
 
 
 class _Phase(Enum):
@@ -64,6 +67,7 @@ class StreamedWeights:
 
     They run on `device`, which is where they are now if none is given. A weight that is also used
     outside of the blocks stays where it is; one that several blocks use comes with each of them.
+    With `wraps` the blocks ask for their weights at once; else from when `wrap` is called on.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class StreamedWeights:
         *,
         ahead: int = 1,
         device: torch.device | None = None,
+        wraps: bool = True,
     ) -> None:
         if ahead < 0:
             raise BadInput(f"blocks come ahead of the one that runs, not {ahead}")
@@ -83,11 +88,11 @@ class StreamedWeights:
         self._units: list[Unit] = []
         #: The host's numbers of each parameter, and the device that it came from.
         self._hosts: dict[nn.Parameter, Tensor] = {}
-        self._origins: dict[nn.Parameter, torch.device] = {}
+        self._origins: dict[Tensor, torch.device] = {}
         #: Who must be done before the host's numbers of a parameter are what they should be.
-        self._writes: dict[nn.Parameter, list[Copy]] = {}
+        self._writes: dict[Tensor, list[Copy]] = {}
         #: How often the host's numbers of a parameter were changed.
-        self._versions: Counter[nn.Parameter] = Counter()
+        self._versions: Counter[Tensor] = Counter()
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self._shown: dict[nn.Parameter, Unit] = {}
         #: Blocks that are on the GPU or on their way, the one that came first, first.
@@ -98,6 +103,8 @@ class StreamedWeights:
         self._moment: _Moment | None = None
         self._follows: dict[_Moment, _Moment] = {}
         self._take: Callable[[nn.Parameter, Tensor], None] | None = None
+        #: Asked before the host's numbers of a block are read; see `ask_before_reading`.
+        self._may_read: MayRead | None = None
         self._handles: list[RemovableHandle] = []
         self._put_back: list[Undo] = []
         streamed = streamed_by(model, modules.values())
@@ -107,6 +114,8 @@ class StreamedWeights:
                 for path, module in modules.items():
                     self._move_out(path, module, streamed)
             self._add_hooks(model)
+            if wraps:
+                self.wrap()
         except BaseException:
             self.undo()
             raise
@@ -120,21 +129,71 @@ class StreamedWeights:
         """The host's numbers of a parameter; to write to them, see `before_write`."""
         return self._hosts[parameter]
 
-    def before_write(self, parameter: nn.Parameter) -> list[Copy]:
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the numbers of a parameter are on the host."""
+        return parameter in self._hosts
+
+    def wrap(self) -> Undo:
+        """Have the blocks ask for their weights; undo it before anything below it is changed.
+
+        What is done to a block's forward earlier, as recomputing it, runs inside; what is done
+        later, as offloading its activations, outside.
+        """
+        undos = [
+            replace_forward(unit.module, _StreamedForward(self, unit, unit.module.forward))
+            for unit in self._units
+        ]
+        self._put_back += undos
+
+        def undo() -> None:
+            while undos:
+                put_back = undos.pop()
+                if put_back in self._put_back:
+                    self._put_back.remove(put_back)
+                    put_back()
+
+        return undo
+
+    def before_write(self, parameter: Tensor) -> list[Copy]:
         """What must be done before the host's numbers may be written to: copies that read them."""
         return [copy for unit in self._units_with(parameter) for copy in unit.copies]
 
-    def written(self, parameter: nn.Parameter, after: Sequence[Copy] = ()) -> None:
-        """The host's numbers are other ones now, or will be when `after` is done."""
+    def written(self, parameter: Tensor, after: Sequence[Copy] = ()) -> None:
+        """The host's numbers are other ones now, or will be when `after` is done.
+
+        A block whose backward runs keeps those that it has until it is done.
+        """
         self._writes[parameter] = list(after)
         self._versions[parameter] += 1
         for unit in self._units_with(parameter):
+            if self._runs_backward(unit):
+                unit.is_outdated = True
+            else:
+                self._drop(unit)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, numbers: Tensor) -> None:
+        """Give a parameter other numbers, at once."""
+        self.settle()
+        self._hosts[parameter].copy_(numbers)
+        self.written(parameter)
+
+    def ask_before_reading(self, may_read: MayRead | None) -> None:
+        """Have `may_read` asked before a block is fetched: it has the host's numbers written.
+
+        It is given the block's parameters, and whether the block runs now. Where it does not, the
+        answer False leaves it for later.
+        """
+        self._may_read = may_read
+
+    def leave_gpu(self) -> None:
+        """No block is on the GPU any more; those that run come again."""
+        for unit in list(self._residents):
             self._drop(unit)
 
     def settle(self) -> None:
         """The host's numbers may be read and written from here on; no block is on the GPU."""
-        for unit in list(self._residents):
-            self._drop(unit)
+        self.leave_gpu()
         for unit in self._units:
             for copy in unit.copies:
                 copy.finish()
@@ -145,12 +204,13 @@ class StreamedWeights:
 
     def prefetch(self) -> None:
         """Begin to bring the blocks that are expected next, after the host's numbers changed."""
+        self._drop_outdated()
         if self._moment is not None:
             with _plainly():
                 for unit in self._expected(self._moment):
-                    self._fetch(unit)
+                    self._fetch(unit, now=False)
 
-    def origin(self, parameter: nn.Parameter) -> torch.device:
+    def origin(self, parameter: Tensor) -> torch.device:
         """Where a parameter was before, and will be again."""
         return self._origins[parameter]
 
@@ -188,6 +248,8 @@ class StreamedWeights:
         for parameter, data in back.items():
             parameter.data = data
             parameter.__dict__.pop("__deepcopy__", None)
+        for unit in self._units:  # a graph that nobody went back through may hold it
+            unit.slab, unit.borrowed = torch.empty(0, dtype=torch.uint8), []
         self._hosts.clear()
         self._origins.clear()
         self._units.clear()
@@ -239,9 +301,6 @@ class StreamedWeights:
             self._hide(parameter)
 
     def _add_hooks(self, model: nn.Module) -> None:
-        for unit in self._units:
-            forward = _StreamedForward(self, unit, unit.module.forward)
-            self._put_back.append(replace_forward(unit.module, forward))
         for parameter in self._hosts:
             copied = functools.partial(_copied, weakref.ref(self), parameter)
             parameter.__dict__["__deepcopy__"] = copied
@@ -281,10 +340,9 @@ class StreamedWeights:
         ]
 
     def _brought_back(self, parameter: nn.Parameter) -> Tensor:
-        host, origin = self._hosts[parameter], self._origins[parameter]
-        if origin.type == "cpu" and self._device.type != "cpu":
-            return host  # it is where it was: in memory of the host
-        return to_gpu_now(self._link, host, origin)
+        return brought_home(
+            self._link, self._hosts[parameter], self._origins[parameter], self._device
+        )
 
     # -- coming and going -------------------------------------------------------------------------
 
@@ -302,14 +360,15 @@ class StreamedWeights:
             self._follows[self._moment] = moment
         self._moment = moment
         wanted = self._expected(moment)
+        self._drop_outdated()
         others = [resident for resident in self._residents if resident not in wanted]
         for other in others[: max(len(others) + len(wanted) - self._most, 0)]:
             self._drop(other)
         with _plainly():
-            self._fetch(unit)
+            self._fetch(unit, now=True)
             self._show(unit)
             for following in wanted[1:]:
-                self._fetch(following)
+                self._fetch(following, now=False)
 
     def _expected(self, moment: _Moment) -> list[Unit]:
         """A block and those that will run next, as far as there is room for them."""
@@ -331,8 +390,10 @@ class StreamedWeights:
             at %= len(self._units)
         return _Moment(self._units[at], moment.phase) if 0 <= at < len(self._units) else None
 
-    def _fetch(self, unit: Unit) -> None:
-        """Begin to bring a block's weights."""
+    def _fetch(self, unit: Unit, *, now: bool) -> None:
+        """Begin to bring a block's weights; `now` says that it is about to run."""
+        if self._may_read is not None and not self._may_read(list(unit.places), now) and not now:
+            return
         if unit.memory is not None:
             return
         memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
@@ -341,6 +402,7 @@ class StreamedWeights:
         pairs = [(unit.slab, memory[:own])] if own else []
         pairs += [(source, place.bytes_in(memory)) for source, place in unit.borrowed]
         unit.memory, unit.copies = memory, []
+        unit.versions = {parameter: self._versions[parameter] for parameter in unit.places}
         self._residents.append(unit)
         self._memories[_storage(memory)] = unit
         try:
@@ -374,7 +436,11 @@ class StreamedWeights:
                 self._hide(parameter)
         del self._memories[_storage(unit.memory)]
         self._residents.remove(unit)
-        unit.memory, unit.is_here = None, False
+        unit.memory, unit.is_here, unit.is_outdated = None, False, False
+
+    def _drop_outdated(self) -> None:
+        for unit in [unit for unit in self._residents if unit.is_outdated]:
+            self._drop(unit)
 
     def _hide(self, parameter: nn.Parameter) -> None:
         self._shown.pop(parameter, None)
@@ -386,8 +452,15 @@ class StreamedWeights:
                 self._placeholders[dtype] = scalar.to(dtype)
             parameter.data = self._placeholders[dtype].expand(parameter.shape)
 
-    def _units_with(self, parameter: nn.Parameter) -> list[Unit]:
+    def _units_with(self, parameter: Tensor) -> list[Unit]:
         return [unit for unit in self._units if parameter in unit.places]
+
+    def _runs_backward(self, unit: Unit) -> bool:
+        return (
+            torch._C._current_graph_task_id() != -1
+            and self._moment == _Moment(unit, _Phase.BACKWARD)
+            and unit.is_here
+        )
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -462,7 +535,7 @@ class StreamedWeights:
         return _Note(
             unit=unit,
             parameter=parameter,
-            version=self._versions[parameter],
+            version=unit.versions[parameter],
             is_cast=unit is not self._memories.get(key),
             dtype=tensor.dtype,
             view=(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())),
@@ -473,7 +546,7 @@ class StreamedWeights:
         if not note.unit.is_here:
             self._need(note.unit)
         unit, parameter = note.unit, note.parameter
-        if self._versions[parameter] != note.version:
+        if unit.versions[parameter] != note.version:
             raise BadInput(
                 f"a weight {list(parameter.shape)} of {unit.path} was changed after the forward"
                 " whose backward needs it: go backward before the optimizer steps"

@@ -75,6 +75,10 @@ class Unit:
     """Those that last brought it to the GPU."""
     is_here: bool = False
     """Whether the computing stream was told to wait for them."""
+    versions: dict[nn.Parameter, int] = field(default_factory=dict)
+    """Which of the host's numbers came: how often they had been changed by then."""
+    is_outdated: bool = False
+    """Whether the host has other numbers by now, and only a backward that runs wants these."""
 
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that this byte of the memory belongs to."""

@@ -1,0 +1,114 @@
+"""Weights where they wait and compute: those of some blocks on the host, all others on the GPU.
+
+A model that was built on the host is then never on the GPU as a whole, and no two copies of it are
+on the host: blocks go to their memory one after the other, the rest one parameter at a time. With
+masters, in this order, and back in the other one:
+
+    masters = MasterWeights(model, optimizer)  # fp32 as it was, and rounded beside it
+    placed = PlacedWeights(model, blocks, link, device=device)
+    host = HostOptimizer(…, masters=masters, weights=placed.streamed, home=placed.home)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from oomph.host.link import Link
+from oomph.techniques.streamed_weights import StreamedWeights
+from oomph.techniques.technique import Undo
+
+
+class PlacedWeights:
+    """A model that computes on `device`, with the weights of the blocks `away` on the host.
+
+    `ahead` and `wraps` are as for `StreamedWeights`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        away: Sequence[str],
+        link: Link,
+        *,
+        device: torch.device,
+        ahead: int = 1,
+        wraps: bool = True,
+    ) -> None:
+        self._homes: dict[Tensor, torch.device] = {p: p.device for p in model.parameters()}
+        #: Those that are away; None where all are on the device.
+        self.streamed: StreamedWeights | None = None
+        streamed: set[nn.Parameter] = set()
+        with contextlib.ExitStack() as undos:
+            if away:
+                self.streamed = StreamedWeights(
+                    model, away, link, ahead=ahead, device=device, wraps=wraps
+                )
+                undos.callback(self.streamed.undo)
+                streamed = set(self.streamed.parameters)
+            undos.callback(move_model(model, device, but=streamed))
+            self._undos = undos.pop_all()
+
+    def home(self, parameter: Tensor) -> torch.device:
+        """Where a parameter of the model was before, and will be again."""
+        return self._homes[parameter]
+
+    def undo(self) -> None:
+        """Every weight is where it was before, with the numbers that it has now."""
+        self._undos.close()
+
+
+def move_model(
+    model: nn.Module, device: torch.device, *, but: Collection[nn.Parameter] = ()
+) -> Undo:
+    """Put parameters and buffers on a device, but for some; undone, they are where they were."""
+    parameters = [(p, p.device) for p in model.parameters() if p not in but]
+    buffers = [
+        (module, name, buffer.device)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def move(to: torch.device | None) -> None:
+        for parameter, origin in parameters:
+            parameter.data = parameter.data.to(to or origin)
+        for module, name, origin in buffers:
+            buffer = module._buffers[name]
+            module._buffers[name] = buffer.to(to or origin) if buffer is not None else None
+
+    def undo() -> None:
+        move(None)
+
+    try:
+        move(device)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def move_training(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Undo:
+    """Put a model and its optimizer's state on a device; undone, they are where they were."""
+    undo_model = move_model(model, device)
+
+    def follow() -> None:
+        """State is beside its parameter, but for counters, whose place the optimizer knows."""
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = value.to(parameter.device)
+
+    def undo() -> None:
+        undo_model()
+        follow()
+
+    try:
+        follow()
+    except BaseException:
+        undo()
+        raise
+    return undo

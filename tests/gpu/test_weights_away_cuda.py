@@ -1,0 +1,232 @@
+"""Weights and optimizer on a real card's host: the plain bits, whatever is late. Needs a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_host_optimizer_cuda import nearly_as_a_whole
+from test_streamed_weights_cuda import (
+    CUDA,
+    PLACES,
+    LateLink,
+    exact,  # noqa: F401 - every test here uses it
+)
+from torch import Tensor, nn
+
+from oomph.host.cuda_link import CudaLink
+from oomph.job import Job
+from oomph.planning.choices import Choices
+from oomph.running.applying import Applied
+from oomph.running.step import train_step
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.placing import PlacedWeights
+from oomph.techniques.recompute import recompute
+from oomph.techniques.streamed_weights import StreamedWeights
+
+sys.path.append(str(Path(__file__).parents[1] / "techniques"))
+from host_training import Net, Recipe, Training, plain, same_bits, two_groups
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+STEPS = 4
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
+
+
+def tie(net: Net) -> None:
+    net.blocks[2].up.weight = net.blocks[0].up.weight
+
+
+def recompute_tied(net: Net) -> None:
+    tie(net)
+    for block in net.blocks:
+        recompute(block)
+
+
+def recipe(**how: Any) -> Recipe:
+    return Recipe(device="cuda", make_optimizer=fused, **how)
+
+
+RECIPES = {
+    "plain": recipe(),
+    "tied, in parts": recipe(prepare=tie, parts=2),
+    "clipped": recipe(clip_norm=0.3),
+    "recomputed": recipe(prepare=recompute_tied),
+    "masters": recipe(masters=True),
+    "masters, in parts, clipped": recipe(
+        masters=True, prepare=recompute_tied, parts=2, clip_norm=0.3
+    ),
+    "scaled": recipe(
+        scaler=lambda: torch.amp.GradScaler("cuda", init_scale=2.0**126, growth_interval=2)
+    ),
+}
+
+
+@functools.cache
+def plainly(name: str) -> Training:
+    return plain(RECIPES[name], STEPS)
+
+
+@pytest.fixture
+def links() -> Iterator[list[CudaLink]]:
+    links: list[CudaLink] = []
+    yield links
+    for link in links:
+        link.close()
+
+
+def away(name: str, link: CudaLink, **placement: Any) -> tuple[Training, StreamedWeights]:
+    training = Training(recipe=RECIPES[name])
+    streamed = StreamedWeights(training.model, BLOCKS, link)
+    how = {"keep_gradients": 2000, "bucket": 8192, **placement}
+    training.go_to_host(link, weights=streamed, **how)
+    return training, streamed
+
+
+@pytest.mark.parametrize("late", [(), PLACES], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_have_the_plain_bits(name: str, late: Collection[str], links: list[CudaLink]) -> None:
+    links.append(LateLink(late))
+    same_bits(away(name, links[0])[0].run(STEPS), plainly(name))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["plain", "masters, in parts, clipped"])
+def test_steps_have_the_plain_bits_whatever_is_late(
+    name: str, place: str, links: list[CudaLink]
+) -> None:
+    links.append(LateLink((place,)))
+    same_bits(away(name, links[0], bucket=2048)[0].run(STEPS), plainly(name))
+
+
+@pytest.mark.parametrize("late", [(), PLACES], ids=str)
+@pytest.mark.parametrize("name", ["clipped", "masters"])
+def test_the_host_steps_what_is_there_already(
+    name: str, late: Collection[str], links: list[CudaLink]
+) -> None:
+    links.append(LateLink(late))
+    trained, _ = away(name, links[0], host_share=0.6)
+    tolerance = 1e-3 if trained.masters else 1e-6
+    nearly_as_a_whole(trained.run(STEPS), plainly(name), tolerance)
+
+
+@pytest.mark.parametrize("name", ["plain", "clipped", "masters"])
+def test_undone_in_mid_training_it_goes_on_plainly(name: str, links: list[CudaLink]) -> None:
+    link = LateLink(PLACES)
+    links.append(link)
+    training, streamed = away(name, link)
+    for step in range(2):
+        training.step(step)
+    assert training.host is not None
+    training.host.undo()
+    streamed.undo()
+    training.host = None
+    gc.collect()
+    assert not any(memory() is not None for memory in link.memory)
+    assert {p.device for p in training.model.parameters()} == {CUDA}
+    same_bits(training.run(STEPS - 2), plainly(name))
+
+
+@pytest.mark.parametrize("name", ["clipped", "masters"])
+def test_a_model_of_the_host_trains_on_the_card_and_goes_back(
+    name: str, links: list[CudaLink]
+) -> None:
+    links.append(LateLink(PLACES))
+    training = Training(recipe=dataclasses.replace(RECIPES[name], device="cpu"))
+    placed = PlacedWeights(training.model, BLOCKS, links[0], device=CUDA)
+    host = HostOptimizer(
+        training.model,
+        training.optimizer,
+        links[0],
+        HostPlacement(bucket=2048),
+        masters=training.masters,
+        weights=placed.streamed,
+        clip_norm=training.recipe.clip_norm,
+        home=placed.home,
+    )
+    assert training.model.embed.weight.device == CUDA
+    training.host, training.recipe.device = host, "cuda"
+    training.run(STEPS)
+    host.undo()
+    placed.undo()
+    links.pop().close()
+    training.host = None
+    assert {p.device.type for p in training.model.parameters()} == {"cpu"}
+    states = [v for s in training.optimizer.state.values() for v in s.values()]
+    assert {value.device.type for value in states} == {"cpu"}
+    same_bits(training, plainly(name))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 1024, 12
+BLOCK = 8 * WIDTH * WIDTH
+"""Elements of a block's matrices."""
+WORKSPACES = 80 << 20
+"""Bytes that cuBLAS keeps."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_card_holds_two_blocks_and_a_few_buckets(
+    masters: bool, clip_norm: float | None
+) -> None:
+    paths = tuple(str(at) for at in range(LAYERS))
+    choices = Choices(
+        blocks=dict.fromkeys(paths, "keep"),
+        fused_optimizer=True,
+        optimizer_on="host",
+        weights_away=paths,
+        gradient_room=0,
+        weights="bf16 with fp32 masters" if masters else "own",
+        precision="bf16-mixed" if masters else "fp32",
+    )
+    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.ones(16, WIDTH, device=CUDA), torch.ones(16, WIDTH, device=CUDA)
+    job = Job(
+        model, nn.MSELoss(), optimizer, batch, clip_norm=clip_norm, precision=choices.precision
+    )
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    applied = Applied(choices, job, model, optimizer, device_type="cuda")
+    assert torch.cuda.max_memory_allocated() - before < BLOCK
+    for _ in range(3):
+        train_step(applied.stage, batch)
+    applied.stage.settle()
+    weight = 2 if masters else 4
+    bucket = LAYERS * BLOCK * weight // 64
+    # Of ten buckets: state, what is stepped, its gradient, and what it is rounded to.
+    most = 2 * BLOCK * weight + 45 * bucket
+    assert most < LAYERS * BLOCK * weight  # else this would say nothing
+    assert torch.cuda.max_memory_allocated() - before < most + WORKSPACES
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    applied.undo()
+    assert torch.cuda.max_memory_allocated() - held < BLOCK
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(p.isfinite().all() for p in model.parameters())
