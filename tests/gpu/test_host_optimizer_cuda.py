@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -188,7 +190,8 @@ def test_a_state_dict_goes_both_ways(links: list[CudaLink]) -> None:
     ours.generator.set_state(theirs.generator.get_state())
     ours.losses += theirs.losses
     same_bits(ours.run(2), theirs.run(2))
-    theirs.optimizer.load_state_dict(ours.optimizer.state_dict())
+    # A plain optimizer takes what is on its device as it is: both would count steps in one tensor.
+    theirs.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
     same_bits(ours.run(1), theirs.run(1))
 
 
@@ -197,6 +200,8 @@ def test_state_takes_no_memory_of_the_card_between_steps(
     clip_norm: float | None, links: list[CudaLink]
 ) -> None:
     links.append(SleepyLink(()))
+    gc.collect()  # circles of earlier tests hold their models
+    before = torch.cuda.memory_allocated()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     host = HostOptimizer(
@@ -211,6 +216,6 @@ def test_state_takes_no_memory_of_the_card_between_steps(
     torch.cuda.synchronize()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     workspaces = 80 << 20
-    assert torch.cuda.memory_allocated() < weights + batch.nbytes + workspaces
+    assert torch.cuda.memory_allocated() - before < weights + batch.nbytes + workspaces
     assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cpu"}
     host.undo()

@@ -93,7 +93,8 @@ class LateLink(CudaLink):
     ) -> Copy:
         after = [copy.inner if isinstance(copy, LateCopy) else copy for copy in after]
         self.sleep("computing before")
-        if target.is_cuda:
+        if target.is_cuda or not source.is_cuda:
+            # What goes from host to host is there at once: nonsense of a stream would come after.
             poison(target)
         else:
             self._nonsense.append(torch.empty_like(target, device=CUDA))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from small_runs import DEPTH, SAMPLES, a_batch, differences, start, state_of
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph.errors import OutOfMemory
 from oomph.planning.choices import Choices
+from oomph.running.out_of_memory import free_what_is_left
 from oomph.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -92,6 +95,55 @@ def test_a_failure_anywhere_leaves_state_to_the_bit_and_memory_to_the_byte(name:
         changed = differences(state_of(run), before)
         assert not changed, f"after {refusing.refused}, of {len(before)}: {changed}"
     assert failures > 3, f"only {failures} of {refusing.count} operations were refused in vain"
+
+
+class Slow:
+    """Takes its time to go, and who holds it too."""
+
+    def __del__(self) -> None:
+        time.sleep(0.3)
+
+
+class Sum(torch.autograd.Function):
+    """A sum of two; the gradient of the first is slow to go."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        slow = gradient.clone()
+        slow.goes = Slow()  # type: ignore[attr-defined]
+        return slow, gradient.clone()
+
+
+class Full(torch.autograd.Function):
+    """A copy whose backward finds the card full."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.empty(1 << 50, device="cuda")
+
+
+def test_what_the_thread_of_backward_is_slow_to_drop_is_waited_for() -> None:
+    leaf = torch.ones(4 * MIB, device="cuda", requires_grad=True)
+    leaf.exp().sum().backward()  # once, so that nothing is there the first time
+    leaf.grad = None
+    before = allocated()
+    failed = False
+    try:
+        # The one that was made last fails first; what the other one saved is queued then.
+        Sum.apply(leaf.exp(), Full.apply(leaf)).sum().backward()
+    except torch.OutOfMemoryError:
+        failed = True
+    assert failed
+    free_what_is_left(leaf.device)
+    assert allocated() == before
 
 
 @pytest.mark.parametrize("name", ["plain", "in backward", "fp16"])

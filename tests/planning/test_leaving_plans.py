@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -12,11 +13,17 @@ from oomph.errors import DoesNotFit
 from oomph.estimation import judge
 from oomph.gpus import find_gpu
 from oomph.job import Job
+from oomph.planning import solver
+from oomph.planning.audition import Copies, audition, peak_allocated
+from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
 from oomph.planning.planner import make_planner, plan
+from oomph.planning.survey import survey
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.hidden import device_overhead
+from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import PHASES, rehearse
+from oomph.timing.clock import Clock
 
 H200 = find_gpu("h200")
 WIDTH, MIB = 1024, 1 << 20
@@ -34,6 +41,19 @@ class Block(nn.Module):
 
 def model() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(4)))
+
+
+class Deep(nn.Module):
+    """Blocks that all are alike: even the first one's input has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(self.first(x))
+        return out
 
 
 def job(clip: float | None = None) -> Job:
@@ -97,3 +117,75 @@ def test_a_run_that_leaves_the_gpu_has_smaller_plans_to_fall_back_on() -> None:
     smaller = planner.plan_like(first, first.budget - 8 * MIB)
     assert smaller.choices.lasting == first.choices.lasting
     assert smaller.predicted.peak.device <= first.budget - 8 * MIB
+
+
+def test_where_weights_have_no_room_those_of_blocks_wait_on_the_host() -> None:
+    batch = torch.ones(8, 64, WIDTH), torch.ones(8, 64, WIDTH)
+    deep = Job(Deep, nn.MSELoss(), "adamw", batch)
+    size = 4 * sum(p.numel() for p in Deep().parameters())
+    make = functools.partial(plan, deep, gpu=H200, allow="exact", compile_blocks=False)
+    with pytest.raises(DoesNotFit) as refused:
+        make(budget=device_overhead(H200).high + size // 2)
+    made = make(budget=refused.value.smallest)
+    assert len(made.choices.weights_away) == 8
+    assert made.predicted.host > 2.9 * size
+    (change,) = (one for one in made.changes if one.technique == "weights of blocks")
+    assert change.saves > size / 4
+    assert change.after == "8 of 8 on the host"
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["no clipping", "clipping"])
+@pytest.mark.parametrize("away", [False, True], ids=["weights here", "weights away"])
+@pytest.mark.parametrize("how", ["keep", "recompute", "recompute, offloaded"])
+def test_a_chain_knows_the_peak_amid_what_comes_and_goes(
+    how: str, away: bool, clip: float | None
+) -> None:
+    batch = torch.ones(64, 64, WIDTH), torch.ones(64, 64, WIDTH)
+    wide = Job(Deep, nn.MSELoss(), "adamw", batch, clip_norm=clip)
+    clock = Clock.of(H200)
+    found = survey(wide, H200, clock, lambda *_: None)
+    paths = tuple(block.path for block in found.blocks)
+    choices = Choices(
+        optimizer_on="host", gradient_room=0 if clip else None, weights_away=paths if away else ()
+    )
+    heard = audition(wide, H200, clock, found, choices)
+    at = [[option.name for option in block.options].index(how) for block in heard.chain.blocks]
+    chosen = dataclasses.replace(choices, blocks=dict.fromkeys(paths, how))
+    real = rehearse(wide, H200, ("build", "step"), choices=chosen, skip_first_step=True)
+    assert solver.peak(heard.chain, at) == pytest.approx(peak_allocated(real), rel=0.06)
+
+
+def test_only_what_is_offloaded_moves() -> None:
+    clock = Clock.of(H200)
+    found = survey(job(), H200, clock, lambda *_: None)
+    heard = audition(job(), H200, clock, found, Choices(optimizer_on="host"))
+    moved = {
+        option.name: option.moved for block in heard.chain.blocks[1:] for option in block.options
+    }
+    input_bytes = 8 * 64 * WIDTH * 4
+    assert moved.pop("recompute, offloaded") == input_bytes
+    assert set(moved.values()) == {0}
+
+
+def copies(**changes: float) -> Copies:
+    rates = LinkRates(50e9, 50e9)
+    parts = {"part": 0.0, "step": 0.3, "window": 0.7, "late": 0.0}
+    return Copies(**(parts | changes), rates=rates)
+
+
+def test_copies_that_fit_beside_kernels_cost_nothing() -> None:
+    assert copies().exposed(1.0, 1) == 0
+
+
+def test_state_that_takes_longer_than_what_it_hides_behind_is_waited_for() -> None:
+    assert copies(step=0.9).exposed(1.0, 1) == pytest.approx(0.2)
+    # Only one of two parts steps.
+    assert copies(step=0.9).exposed(0.5, 2) == pytest.approx(0.9 - 0.35)
+
+
+def test_what_blocks_move_leaves_less_time_for_state() -> None:
+    assert copies(step=0.5).exposed(1.0, 1, moved=int(50e9 * 0.5)) == pytest.approx(0.15)
+
+
+def test_state_that_cannot_come_ahead_is_waited_for_however_long_backward_is() -> None:
+    assert copies(late=0.5).exposed(9.0, 1) == pytest.approx(0.15)

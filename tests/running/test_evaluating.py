@@ -15,9 +15,14 @@ from torch.utils.data import DataLoader
 
 from benchmarks.profiler_memory import measure_cpu_peak
 from oomph.errors import BadInput, StalePlan
+from oomph.gpus import find_gpu
 from oomph.job import Job
 from oomph.planning.choices import Choices
+from oomph.rehearsal.world import pretend
+from oomph.running.evaluating import Metric, evaluate
 from oomph.running.run import Run, apply
+from oomph.running.step import Stage
+from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.lazy_logits import LazyLogits
 
 CLASSES, LENGTH = 24, 6
@@ -204,6 +209,42 @@ def test_logits_that_are_not_there_are_moved_in_chunks(monkeypatch: pytest.Monke
     run = start(Choices(head="head", loss_chunk=4))
     (output,) = run.evaluate([PLANNED], lambda output, _: output).results
     assert output.shape == (4, LENGTH, CLASSES)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_logits_that_are_moved_in_chunks_are_the_models_own(scale: float) -> None:
+    run = start(Choices(head="head", loss_chunk=4))
+    run.model.register_forward_hook(lambda _, __, output: output * scale)
+    (output,) = run.evaluate([PLANNED], lambda output, _: output).results
+    model = Net()
+    model.load_state_dict(run.model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(output, model.eval()(PLANNED["ids"]) * scale)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_a_metric_takes_no_more_of_a_card_than_the_loss_does(precision: str) -> None:
+    ids = torch.zeros(8, 32, dtype=torch.long)
+    with pretend(find_gpu("h200")) as recorder:
+        model = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 4096, bias=False)).to("cuda")
+        chunk_loss(model[1], 64)
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+        job = Job(model, loss, None, ids, precision=precision)  # type: ignore[arg-type]
+        stage = Stage(job=job, model=model, optimizer=None)
+
+        def peak(metric: Metric | None) -> int:
+            before = recorder.allocated
+            recorder.reset_peak()
+            evaluate(stage, [ids], metric, device=torch.device("cuda"), planned=[(8, 32)])
+            return recorder.peak_allocated - before
+
+        peak(None)  # cuBLAS has its workspace from now on
+        alone = peak(None)
+        assert 0 < alone < 256 * 4096 * 2  # all logits would be more
+        assert peak(lambda output, _: output) <= alone
 
 
 def test_a_metric_is_not_under_autocast() -> None:

@@ -6,6 +6,7 @@ n-th. That is more than every allocation, and includes those of the transaction 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -28,7 +29,11 @@ from oomph.planning.choices import Choices
 from oomph.planning.plan import MadeFor, Plan, Predicted
 from oomph.running.host_copies import HostCopies
 from oomph.running.ladder import Rung
-from oomph.running.out_of_memory import ran_out_of_memory
+from oomph.running.out_of_memory import (
+    _wait_for_backward_on,
+    free_what_is_left,
+    ran_out_of_memory,
+)
 from oomph.running.run import Run, apply
 from oomph.techniques.technique import Fidelity
 
@@ -489,6 +494,48 @@ def test_a_want_of_memory_is_told_from_other_errors(
     error: BaseException, refusals: int, is_memory: bool
 ) -> None:
     assert ran_out_of_memory(error, refusals) is is_memory
+
+
+def test_whoever_waits_for_backward_is_behind_all_that_is_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers: list[int] = []
+    grad = torch.autograd.grad
+
+    def note(output: Tensor, *args: Any) -> Any:
+        numbers.append(output.grad_fn._sequence_nr())
+        return grad(output, *args)
+
+    monkeypatch.setattr(torch.autograd, "grad", note)
+    leaf = torch.ones(3, requires_grad=True)
+    first_of_this_thread = (leaf + 1).grad_fn._sequence_nr()
+    _wait_for_backward_on(torch.device("cpu"))
+    (number,) = numbers
+    assert number < max(first_of_this_thread, 1)  # what has the largest number is run first
+
+
+def test_what_a_broken_backward_had_queued_is_freed() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            raise torch.OutOfMemoryError("in the middle of backward")
+
+    def fail() -> StorageWeakRef:
+        leaf = torch.ones(3, requires_grad=True)
+        saved = leaf.exp()  # made first: its backward waits while the other one fails
+        held = StorageWeakRef(saved.untyped_storage())
+        with contextlib.suppress(torch.OutOfMemoryError):
+            (saved + Failing.apply(leaf)).sum().backward()
+        return held
+
+    held = fail()
+    assert not held.expired()  # else nothing would be left to free
+    free_what_is_left(torch.device("cpu"))
+    assert held.expired()
 
 
 def test_an_accelerators_error_is_told_by_its_code() -> None:

@@ -210,7 +210,7 @@ def plain(recipe: Recipe, steps: int) -> Training:
 
 def same_bits(one: Training, other: Training) -> None:
     """Losses, weights, masters and state have the same bits."""
-    assert one.losses == other.losses
+    assert one.losses == other.losses, f"{one.losses} and {other.losses}"
     for ours, theirs in ((one.weights(), other.weights()), (one.state(), other.state())):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():

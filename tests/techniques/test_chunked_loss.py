@@ -880,6 +880,19 @@ def test_moving_lazy_logits_is_rehearsed(gpu: Recorder) -> None:
     assert gpu.allocated == before + 32 * BIG * 4
 
 
+def test_logits_for_the_host_take_one_chunk_of_the_device_at_a_time(gpu: Recorder) -> None:
+    head = nn.Linear(8, BIG, bias=False).to("cuda", torch.bfloat16)
+    chunk_loss(head, 4)
+    hidden = torch.zeros(32, 8, device="cuda", dtype=torch.bfloat16)
+    head(hidden.clone()).materialise()  # cuBLAS has its workspace from now on
+    before = gpu.allocated
+    gpu.reset_peak()
+    on_host = (head(hidden).float() / 2).on_host()
+    assert on_host.device.type == "cpu"
+    assert on_host.dtype is torch.float32
+    assert gpu.peak_allocated - before == 4 * BIG * 2
+
+
 def test_all_three_products_of_a_head_are_counted(batch: tuple[Tensor, Tensor]) -> None:
     head = nn.Linear(WIDTH, VOCABULARY)
     chunk_loss(head, 4)

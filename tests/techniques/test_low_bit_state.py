@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -367,6 +369,16 @@ def test_training_so_far_goes_on_and_undo_gives_plain_adam_back() -> None:
         assert state["step"].item() == 5
         torch.testing.assert_close(state["exp_avg_sq"], plain_state["exp_avg_sq"], rtol=0.1, atol=0)
     train(model, optimizer)
+
+
+def test_it_keeps_no_optimizer_alive() -> None:
+    model, optimizer = make()
+    low_bit_state(optimizer)
+    train(model, optimizer)
+    held = [weakref.ref(one) for state in optimizer.state.values() for one in state.values()]
+    del model, optimizer
+    gc.collect()
+    assert not any(tensor() is not None for tensor in held)
 
 
 def test_an_apply_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

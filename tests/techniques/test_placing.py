@@ -18,7 +18,7 @@ from oomph.rehearsal.recorder import Recorder, Side
 from oomph.rehearsal.world import pretend
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.master_weights import MasterWeights
-from oomph.techniques.placing import PlacedWeights
+from oomph.techniques.placing import PlacedWeights, move_training
 
 WIDTH, LAYERS = 64, 8
 BLOCKS = [f"blocks.{at}" for at in range(LAYERS)]
@@ -195,3 +195,29 @@ def test_blocks_that_cannot_leave_leave_the_model_as_it_was() -> None:
         PlacedWeights(model, ["blocks.99"], InstantLink(), device=torch.device("cpu"))
     gc.collect()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_and_its_state_go_to_the_card_and_back() -> None:
+    with pretend(find_gpu("h200")):
+        model = nn.Linear(4, 4)
+        model.register_buffer("shift", torch.ones(4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+        def places() -> set[str]:
+            state = [s["exp_avg"] for s in optimizer.state.values()]
+            return {t.device.type for t in (*model.parameters(), *model.buffers(), *state)}
+
+        undo = move_training(model, optimizer, torch.device("cuda"))
+        assert places() == {"cuda"}
+        assert all(s["step"].device.type == "cpu" for s in optimizer.state.values())
+        undo()
+        assert places() == {"cpu"}
+
+
+def test_what_is_there_already_is_not_touched() -> None:
+    model = nn.Linear(4, 4)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    move_training(model, torch.optim.SGD(model.parameters()), torch.device("cpu"))()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before

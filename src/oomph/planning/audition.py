@@ -236,7 +236,9 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
             one = this.blocks[at]
             # A block at an end stands next to what is no block; another of its class is better.
             at_an_end = at in (0, len(found.blocks) - 1)
-            if one.option not in heard[block.kind] or not at_an_end:
+            # Weights that are away stay for the last blocks' backward: an early block is better.
+            is_late = bool(choices.weights_away) and one.option in heard[block.kind] and at > 1
+            if one.option not in heard[block.kind] or not (at_an_end or is_late):
                 heard[block.kind][one.option] = one
         base = base or this
     if base is None:
@@ -453,7 +455,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
     }
     in_transit = bool(timeline.host_bytes)
     if in_transit:
-        born_in = _born_in(timeline, marks, but=given_on, until=last_end)
+        born_in = _born_in(timeline, marks, given_on, {id(block) for block in lapsing.values()})
     heard = []
     for at, (path, block, clocked) in enumerate(zip(assigned, marks, timed, strict=True)):
         before = alive.at(block.forward)
@@ -513,20 +515,23 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
 
 
 def _born_in(
-    timeline: Timeline, marks: Sequence[_BlockMarks], *, but: set[int], until: Mark
+    timeline: Timeline, marks: Sequence[_BlockMarks], given_on: set[int], lapsing: set[int]
 ) -> list[int]:
-    """For each block: bytes that its forward made and that are there until all forwards are over.
+    """For each block: bytes that its forward made and that are there until its backward begins.
 
-    What it returned is not counted: it is what the next one is given.
+    Those that lapse between the two count as well. What it returned does not: it is what the next
+    one is given. Weights and state that came meanwhile for another block have left by then.
     """
     sizes = [0] * len(marks)
     order = sorted(range(len(marks)), key=lambda at: marks[at].forward.event)
     begins = [marks[at].forward.event for at in order]
     for block in timeline.blocks:
         place = bisect.bisect_right(begins, block.birth) - 1
-        if place < 0 or id(block) in but or not _is_alive(block, until):
+        if place < 0 or id(block) in given_on:
             continue
-        if block.birth < marks[order[place]].end.event:
+        mine = marks[order[place]]
+        stays = id(block) in lapsing or _is_alive(block, mine.backward)
+        if stays and block.birth < mine.end.event:
             sizes[order[place]] += _rounded(block.size)
     return sizes
 

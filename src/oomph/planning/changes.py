@@ -187,7 +187,7 @@ def say_place(choices: Choices) -> str:
 def say_weights_away(choices: Choices) -> str:
     """Where the weights of blocks wait."""
     away, total = len(choices.weights_away), len(choices.blocks)
-    return f"those of {away} of {total} blocks on the host" if away else "on the GPU"
+    return f"{away} of {total} on the host" if away else "on the GPU"
 
 
 def say_blocks(choices: Choices) -> str:

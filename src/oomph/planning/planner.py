@@ -60,6 +60,9 @@ FORMAT_HANDICAP = 1.02
 WORTH_HEARING = 1e-6
 #: The part of the budget that is left for fragmentation before any plan is checked.
 FIRST_MARGIN = 0.015
+#: The part of the room for tensors that stays free where something leaves the GPU: what is on its
+#: way is freed when copies are done; with nothing to spare the allocator empties its cache for it.
+COPY_MARGIN = 0.03
 #: How much slower than without a limit a plan must be for others to leave the GPU.
 LEAVE_FROM = 1.25
 #: How much slower than with everything kept a plan may be for nothing more to leave the GPU.
@@ -450,8 +453,17 @@ class Planner:
         """What tensors may take of the budget, before fragmentation is known."""
         room = self.budget
         if self.gpu is not None:
-            room = int((self.budget - device_overhead(self.gpu).high) * (1 - FIRST_MARGIN))
+            room = int((self._limit(self._leaving) - self._hidden()) * (1 - FIRST_MARGIN))
         return defaultdict(lambda: room)
+
+    def _limit(self, leaves: bool) -> int:
+        """What of the budget a plan may need, as rehearsed."""
+        spare = COPY_MARGIN * (self.budget - self._hidden()) if leaves else 0.0
+        return self.budget - int(max(spare, 0.0))
+
+    def _hidden(self) -> int:
+        """Device memory that no tensor shows, at most."""
+        return device_overhead(self.gpu).high if self.gpu is not None else 0
 
     def _chunked(self, heard: Audition) -> list[Audition]:
         """The same step with other chunks of the loss, without hearing it again."""
@@ -539,7 +551,8 @@ class Planner:
             elif best is not None:
                 break
             else:
-                missing = max(estimate.smallest_budget - self.budget, room // 200)
+                limit = self._limit(candidate.choices.leaves)
+                missing = max(estimate.smallest_budget - limit, room // 200)
             tried = candidate.solution.peak
             smaller, lean = min(room, tried) - missing, self._leanest(_kind(candidate.choices))
             # Fragmentation is no fixed amount: the leanest is tried before a kind is given up.
@@ -587,6 +600,8 @@ class Planner:
         if estimate.fits:
             return estimate, candidate
         need = estimate.smallest_budget
+        if candidate.choices.leaves:
+            need += math.ceil((need - self._hidden()) * COPY_MARGIN / (1 - COPY_MARGIN))
         raise DoesNotFit(
             f"no plan fits {format_bytes(self.budget)}: the leanest needs {format_bytes(need)}"
             f" ({self._advice()})",
@@ -616,25 +631,27 @@ class Planner:
             parts = count_parts(self.job, candidate.choices.micro_batch)
             rehearsed = step_effort(timeline, parts).seconds(self.clock)
             candidate = dataclasses.replace(candidate, rehearsed=rehearsed)
-        plain = self._judge(timeline, "")
+        limit = self._limit(candidate.choices.leaves)
+        plain = self._judge(timeline, "", limit)
         if self.gpu is None or (plain.fits and not plain.allocator_retries):
             return plain, candidate
-        expandable = self._judge(timeline, EXPANDABLE)
+        expandable = self._judge(timeline, EXPANDABLE, limit)
         if _merit(expandable) <= _merit(plain):
             return plain, candidate
         choices = dataclasses.replace(candidate.choices, allocator=EXPANDABLE)
         return expandable, dataclasses.replace(candidate, choices=choices)
 
-    def _judge(self, timeline: Timeline, settings: str) -> Estimate:
-        return judge(
+    def _judge(self, timeline: Timeline, settings: str, limit: int) -> Estimate:
+        estimate = judge(
             timeline,
             job=self.job.name,
             gpu=self.gpu,
-            budget=self.budget,
+            budget=limit,
             settings=AllocatorSettings.parse(settings),
             phases=PHASES,
             seconds=0.0,
         )
+        return dataclasses.replace(estimate, budget=self.budget)
 
     # -- saying it --------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ def rehearse(
             raise UnknownName("phase", phase, PHASES, f"phases are {', '.join(PHASES)}")
     if gpu is not None and not gpu.has_bf16 and job.precision == "bf16-mixed":
         raise BadInput(f"{gpu.name} knows no bf16: use fp16-mixed")
+    job = _with_batch_on_host(job)
     # Shuffling is done for real, so that a batch is known; the user's random stream stays put.
     # What steps here is no step of the user's.
     with torch.random.fork_rng(devices=[]), part_of_a_step(), pretend(gpu) as recorder:
@@ -257,6 +258,15 @@ def _refuse_lazy(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
     raise CannotRehearse(
         f"{type(module).__name__} takes its sizes from the first batch it sees: run one batch "
         "through the model, then give the job that model instead of a function"
+    )
+
+
+def _with_batch_on_host(job: Job) -> Job:
+    """A batch that is on a card already comes from the host in a rehearsal, as all others do."""
+    if callable(job.batch):
+        return job
+    return replace(
+        job, batch=tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, make_batch(job))
     )
 
 

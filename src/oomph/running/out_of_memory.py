@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -48,9 +49,30 @@ def free_what_is_left(device: torch.device) -> None:
     # What autograd had queued when an error passed stays there until its next backward.
     with contextlib.suppress(RuntimeError, MemoryError), torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()
+    # Inside a backward that thread may wait for this one.
+    if device.type == "cuda" and torch._C._current_graph_task_id() == -1:
+        _wait_for_backward_on(device)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _wait_for_backward_on(device: torch.device) -> None:
+    """Have the device's own backward thread done with a backward that failed.
+
+    The error is told before that thread lets go of what it was at, and of what is queued there: all
+    that its part of the graph saved. So a tiny backward is queued behind them. What was made last
+    goes first, by a count of each thread's own: a new thread makes what comes last.
+    """
+
+    def pass_through() -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):
+            leaf = torch.empty(0, device=device, requires_grad=True)  # takes no memory
+            torch.autograd.grad(leaf.view_as(leaf), leaf, leaf.detach())
+
+    passing = threading.Thread(target=pass_through, name="oomph-backward-done")
+    passing.start()
+    passing.join()
 
 
 def _is_want_of_memory(error: BaseException) -> bool:

@@ -277,7 +277,10 @@ class LazyLogits(Tensor):
         return self.materialise().cpu(*args, **kwargs)
 
     def on_host(self) -> Tensor:
-        """The logits on the host, computed and moved in chunks; these stay as they are."""
+        """The logits on the host, computed and moved in chunks; these stay as they are.
+
+        No more than a chunk is on the device at a time: what is left to do to it is done here.
+        """
         if not self._is_lazy():
             return self.materialise().detach().cpu()
         recipe = self._recipe.detached()
@@ -285,8 +288,10 @@ class LazyLogits(Tensor):
         rows, tokens = recipe.rows.reshape(-1, width), recipe.call.chunking.tokens
         host = torch.empty(len(rows), len(recipe.weight), dtype=recipe.dtype, device="cpu")
         for start in range(0, len(rows), tokens):
-            part = replace(recipe, rows=rows[start : start + tokens]).compute_rows()
-            host[start : start + tokens] = part.to(recipe.dtype) * recipe.scale
+            chunk = replace(recipe, rows=rows[start : start + tokens])
+            host[start : start + tokens] = chunk.compute_rows().cpu()
+        if recipe.scale != 1.0:
+            host *= recipe.scale
         logits = host.view(*leading, len(recipe.weight))
         return logits.transpose(1, 2) if recipe.classes_second else logits
 

@@ -90,8 +90,9 @@ LAYOUT = "low_bit_layout"
 
 State = dict[str, Any]
 
-#: The optimizers that keep their state in 8 bits now.
-_APPLIED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _LowBitAdam] = (
+#: The optimizers that keep their state in 8 bits now. What does it holds its optimizer, which holds
+#: it: held here as well, neither would ever be freed.
+_APPLIED: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_LowBitAdam]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -119,7 +120,8 @@ def rounding_generators(
     optimizer: torch.optim.Optimizer,
 ) -> dict[torch.device, torch.Generator]:
     """What its next steps round by; not random numbers of the user's own stream."""
-    applied = _APPLIED.get(optimizer)
+    reference = _APPLIED.get(optimizer)
+    applied = reference() if reference is not None else None
     return applied.generators if applied is not None else {}
 
 
@@ -154,7 +156,7 @@ class _LowBitAdam:
         converted = {p: _to_low_bit(p, state) for p, state in optimizer.state.items() if state}
         optimizer.state.update(converted)
         self._active = True
-        _APPLIED[optimizer] = self
+        _APPLIED[optimizer] = weakref.ref(self)
         self._hooks = (
             optimizer.register_state_dict_post_hook(self._after_save),
             optimizer.register_load_state_dict_pre_hook(self._before_load),

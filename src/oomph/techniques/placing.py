@@ -65,12 +65,14 @@ def move_model(
     model: nn.Module, device: torch.device, *, but: Collection[nn.Parameter] = ()
 ) -> Undo:
     """Put parameters and buffers on a device, but for some; undone, they are where they were."""
-    parameters = [(p, p.device) for p in model.parameters() if p not in but]
+    parameters = [
+        (p, p.device) for p in model.parameters() if p not in but and not _is_on(p, device)
+    ]
     buffers = [
         (module, name, buffer.device)
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and not _is_on(buffer, device)
     ]
 
     def move(to: torch.device | None) -> None:
@@ -112,3 +114,7 @@ def move_training(model: nn.Module, optimizer: torch.optim.Optimizer, device: to
         undo()
         raise
     return undo
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
