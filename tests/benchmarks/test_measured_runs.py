@@ -1,0 +1,68 @@
+"""What was measured on an H200 beside what was aimed at, and beside what is predicted today."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.offload import CASES
+from oomph.gpus import find_gpu
+from oomph.planning.audition import peak_allocated, step_effort
+from oomph.planning.choices import Choices
+from oomph.rehearsal.hidden import device_overhead
+from oomph.rehearsal.phases import rehearse
+from oomph.timing.clock import Clock
+from oomph.units import GIB
+
+TRUTH = Path(__file__).parents[2] / "benchmarks/truth"
+
+
+def truth(name: str) -> dict[str, Any]:
+    return dict(json.loads((TRUTH / f"h200-torch-2.11-{name}.json").read_text()))
+
+
+def test_a_squeezed_run_lost_no_sample_and_kept_its_losses() -> None:
+    elastic = truth("elastic")
+    assert elastic["samples_lost"] == 0
+    apart = [
+        abs(one - other) / one for one, other in zip(*(elastic["losses"].values()), strict=True)
+    ]
+    assert max(apart) == elastic["losses_apart"] < 2e-4
+    # A miss, so far: 3 % was aimed at.
+    assert 0.03 < elastic["lost_outside_squeezes"] < 0.05
+
+
+def test_packed_rows_were_more_than_twice_as_fast_and_the_card_hardly_waited() -> None:
+    feeding = truth("feeding")
+    rates = {way["name"]: way["tokens_per_second"] for way in feeding["ways"]}
+    assert rates["packed rows"] >= 2 * rates["fixed size, padded"]
+    assert feeding["losses_apart"] < 1e-5
+    assert feeding["waiting"]["waited_with"] <= 0.02
+    assert feeding["waiting"]["loader_seconds"] <= feeding["waiting"]["step_seconds"] / 2
+
+
+def test_watching_cost_less_than_two_percent() -> None:
+    overheads = {case["busy"]: case["overhead"] for case in truth("watch")["cases"]}
+    assert overheads["card"]["high"] < 0.02
+    # On a busy host the interval is wider than what it measures.
+    assert overheads["host"]["median"] < 0.02 < overheads["host"]["high"]
+
+
+def test_an_optimizer_on_the_host_took_the_memory_and_the_time_that_is_predicted() -> None:
+    measured = truth("offload-3b")["rows"]["oomph within 11.1 GiB, clipped"]
+    h200 = find_gpu("h200")
+    assert measured["reserved"] + device_overhead(h200).expected <= 11.1 * GIB
+    clock = Clock.of(h200)
+    timeline = rehearse(
+        CASES["3b"].job(),
+        h200,
+        ("build", "step"),
+        choices=Choices.from_dict(measured["choices"]),
+        clock=clock,
+        skip_first_step=True,
+    )
+    assert peak_allocated(timeline) == pytest.approx(measured["allocated"], rel=0.02)
+    assert step_effort(timeline, 1).seconds(clock) == pytest.approx(measured["seconds"], rel=0.1)
