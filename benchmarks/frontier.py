@@ -38,6 +38,7 @@ from benchmarks.real_steps import (
     begin,
     clock,
     environment,
+    load_plan,
     peaks,
     run_steps,
     set_up,
@@ -271,11 +272,13 @@ def run_oomph(
     def run() -> Cell:
         job = suite.job()
         training = set_up(job)
+        if plan.choices.leaves:
+            training.model.cpu()  # it comes to the card as far as the plan says
         begin(training, _limit(budget, place))
         planned = dataclasses.replace(
             job, model=training.model, optimizer=training.optimizer, batch=training.batch
         )
-        applied = apply(plan, planned)
+        applied = apply(plan, planned, device=training.device)
         step = functools.partial(applied.step, training.batch)
         return _measure(suite, step, seat, warm_up=3)
 
@@ -430,7 +433,7 @@ def run_row(turn: Turn, out: Path, seat: Seat) -> Found:
     known = load(results_path(out, suite), _empty(suite))["rows"].get(turn.row, {})
     if turn.row == OOMPH:
         for budget in turn.budgets:
-            plan = Plan.load(plan_path(out, suite, budget))
+            plan = load_plan(plan_path(out, suite, budget))
             yield from run_oomph(suite, plan, budget, known, seat, turn.place)
     else:
         peer = next(peer for peer in suite.peers if peer.name == turn.row)
@@ -567,6 +570,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--suite", help=f"of {', '.join(SUITES)}; several with commas between")
     parser.add_argument("--out", type=Path, help="the folder for results")
     parser.add_argument("--only", choices=["oomph", "peers"])
+    parser.add_argument("--only-plans", action="store_true", help=f"make plans for {GPU}, no more")
     parser.add_argument("--budgets", type=parse_budgets, default=(), help="as 24,40,unlimited")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--table", type=Path, nargs="+", help="print these files and run nothing")
@@ -582,6 +586,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     planning = min(PLANNING_S, options.time_limit)
     if options.only != "peers":
         plan_all(suites, options.budgets, options.out, planning)
+    if options.only_plans:
+        return
     if options.only != "oomph":
         find_places(suites, options.out, planning)
     turns = [

@@ -40,6 +40,7 @@ from benchmarks.real_steps import (
     begin,
     clock,
     environment,
+    load_plan,
     peaks,
     run_steps,
     set_up,
@@ -47,7 +48,6 @@ from benchmarks.real_steps import (
 from benchmarks.side_by_side import Seat, SharedCard, Task
 from oomph.job import Job, batch_size
 from oomph.job_sources import job_from_name
-from oomph.planning.plan import Plan, torch_version
 from oomph.running.run import apply
 from oomph.units import GIB
 
@@ -283,17 +283,8 @@ def by_plan(case: Case, path: Path, clips: bool, training: Training) -> Step:
         optimizer=training.optimizer,
         batch=training.batch,
     )
-    plan = Plan.load(path)
-    # It may have been made elsewhere with another PyTorch: what it promises is measured here.
-    here = dataclasses.replace(plan.made_for, torch=torch_version())
-    run = apply(dataclasses.replace(plan, made_for=here), job, device=_card(training))
+    run = apply(load_plan(path), job, device=training.device)
     return functools.partial(run.step, training.batch)
-
-
-def _card(training: Training) -> torch.device:
-    """Where the batch is; the model may wait elsewhere."""
-    (device,) = {leaf.device for leaf in training.batch.values()}
-    return torch.device(device)
 
 
 def oomph_rows(case: Case, out: Path) -> list[Row]:

@@ -93,7 +93,7 @@ class Peer:
             losses = []
             for part in parts:
                 with torch.autocast(
-                    training.device_type, AUTOCAST.get(precision), enabled=precision in AUTOCAST
+                    training.device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST
                 ):
                     loss = model(**part).loss * (batch_size(part) / total)
                 loss.backward()

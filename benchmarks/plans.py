@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import multiprocessing
+import os
 import statistics
 import time
 import traceback
@@ -53,6 +54,7 @@ DOES_NOT_FIT = "does not fit"
 
 #: Processes that plan at a time, and the seconds they all have together.
 PLANNERS, PLANNING_S = 16, 300
+A_DAY_S = 86_400
 #: Plans that run at a time, and the seconds each has.
 AT_ONCE, PATIENCE_S = 9, 150
 #: Parts of the untouched job's memory that are given as budgets.
@@ -164,7 +166,7 @@ def in_parallel(
         return
     # Spawned: a process that rehearsed can no longer give a forked child the GPU.
     with multiprocessing.get_context("spawn").Pool(
-        min(PLANNERS, len(items)), initializer=_be_quiet
+        min(PLANNERS, os.cpu_count() or 1, len(items)), initializer=_be_quiet
     ) as pool:
         results = pool.imap_unordered(work, items)
         for _ in items:
@@ -195,13 +197,15 @@ def run_pair(pair: Pair, entry: Entry, seat: Seat) -> Entry:
     plan = Plan.from_dict(entry["plan"])
     job = pair.job()
     training = set_up(job)
+    if plan.choices.leaves:
+        training.model.cpu()  # it comes to the card as far as the plan says
     begin(training, plan.budget)
     stage, _ = apply_choices(
         plan.choices,
         dataclasses.replace(job, batch=training.batch),
         training.model,
         training.optimizer,
-        device_type=training.device_type,
+        device_type=training.device.type,
     )
     step = functools.partial(train_step, stage, training.batch)
     found: Entry = {"losses": run_steps(step, 2)}
@@ -304,19 +308,20 @@ def save(path: Path, document: Entry) -> None:
     part.replace(path)
 
 
-def measure(out: Path, *, deadline: float) -> Entry:
-    """Plan and run what the file in `out` does not hold yet."""
+def measure(out: Path, *, deadline: float, only_plans: bool = False) -> Entry:
+    """Plan and run what the file in `out` does not hold yet; or only plan it, with no GPU."""
     path = out / "plans.json"
     document = load(path, {"schema": 1, "pairs": {}})
     entries = document["pairs"]
     unplanned = [pair for pair in all_pairs() if pair.name not in entries]
-    seconds = min(PLANNING_S, deadline - time.monotonic())
+    seconds = min(A_DAY_S if only_plans else PLANNING_S, deadline - time.monotonic())
     for name, entry in in_parallel(plan_pair, unplanned, seconds=seconds):
         entries[name] = entry
         save(path, document)
         print(f"{name}: {entry.get('status', 'planned')}", flush=True)
-    card = SharedCard(at_once=AT_ONCE, patience=PATIENCE_S, deadline=deadline)
-    card.run(tasks_of(document, path))
+    if not only_plans:
+        card = SharedCard(at_once=AT_ONCE, patience=PATIENCE_S, deadline=deadline)
+        card.run(tasks_of(document, path))
     return document
 
 
@@ -344,13 +349,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.plans", description=__doc__)
     parser.add_argument("--out", type=Path, help="the folder for plans.json")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--only-plans", action="store_true", help=f"make plans for {GPU}, no more")
     parser.add_argument("--table", type=Path, help="print this file and measure nothing")
     options = parser.parse_args(arguments)
     if options.table is not None:
         print(render(json.loads(options.table.read_text())))
     elif options.out is not None:
         deadline = time.monotonic() + options.time_limit
-        print(render(measure(options.out, deadline=deadline)))
+        print(render(measure(options.out, deadline=deadline, only_plans=options.only_plans)))
     else:
         parser.error("give --out to measure, or --table to print")
 

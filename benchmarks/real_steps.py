@@ -5,21 +5,24 @@ All of them train the same weights on the same batch, made from one seed on the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.side_by_side import FAILED
 from oomph.gpus import find_gpu
 from oomph.job import Job, build_model, make_batch, make_optimizer
+from oomph.planning.plan import Plan, torch_version
 from oomph.running.run import enforce
 
 OK = "ok"
@@ -30,16 +33,16 @@ Step = Callable[[], Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model with real numbers, its optimizer and a batch, all on one device."""
+    """A model with real numbers, its optimizer and a batch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batch: Any
 
     @property
-    def device_type(self) -> str:
-        """`cuda`, but in tests."""
-        return next(self.model.parameters()).device.type
+    def device(self) -> torch.device:
+        """Where it runs; the model may wait elsewhere."""
+        return next(leaf.device for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor))
 
 
 def set_up(job: Job, device: str = "cuda") -> Training:
@@ -54,6 +57,13 @@ def set_up(job: Job, device: str = "cuda") -> Training:
     )
     batch = tree_map(lambda leaf: leaf.to(device), make_batch(job))
     return Training(model=model, optimizer=optimizer, batch=fill_batch(batch, model.config))
+
+
+def load_plan(path: Path) -> Plan:
+    """A plan that was made here or elsewhere, by another PyTorch: what it says is tried here."""
+    plan = Plan.load(path)
+    here = dataclasses.replace(plan.made_for, torch=torch_version())
+    return dataclasses.replace(plan, made_for=here)
 
 
 @torch.no_grad()
