@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import SAMPLES, a_batch, differences, start, state_of
+from runs_on_a_card import SAMPLES, a_batch, differences, start, state_of
 
 import oomph
 from oomph.explaining.causes import CauseKind

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import DEPTH, SAMPLES, a_batch, differences, start, state_of
+from runs_on_a_card import DEPTH, SAMPLES, a_batch, differences, start, state_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

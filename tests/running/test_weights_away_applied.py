@@ -328,7 +328,7 @@ def test_a_plan_says_what_leaves_and_what_that_is_worth() -> None:
     said = {change.technique: (change.before, change.after) for change in found}
     assert said == {
         "optimizer": ("on the GPU", "state on the host"),
-        "weights of blocks": ("on the GPU", "those of 4 of 4 blocks on the host"),
+        "weights of blocks": ("on the GPU", "4 of 4 on the host"),
     }
     assert all(change.fidelity is Fidelity.EXACT for change in found)
 
