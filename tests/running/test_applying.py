@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
@@ -27,15 +27,6 @@ from oomph.techniques.chunked_loss import chunked_calls
 VOCABULARY = 4096  # the smallest whose loss is worth chunking
 LENGTH = 8
 Batch = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors on many threads mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -299,19 +299,15 @@ def _copies(base: _Round, parts: int, rates: LinkRates, *, window: float, late: 
     """What parts and step move; gradients that leave come back for each part after the first."""
     part, step = base.part, base.step
     moved = sum(block.moved for block in base.blocks)
+
+    def seconds(sent: int, brought: int) -> float:
+        return max(sent / rates.out, brought / rates.back)
+
+    of_part = seconds(part.sent - moved, max(part.brought, part.sent) - moved)
+    of_step = seconds(step.sent, step.brought)
     if parts == 1:  # the only part also steps
-        state_sent, state_brought = part.sent - moved, part.brought - moved
-        part_sent = part_brought = moved
-    else:
-        state_sent, state_brought = step.sent, step.brought
-        part_sent, part_brought = part.sent, max(part.brought, part.sent)
-    return Copies(
-        part=max((part_sent - moved) / rates.out, (part_brought - moved) / rates.back),
-        step=max(state_sent / rates.out, state_brought / rates.back),
-        window=window,
-        late=late,
-        rates=rates,
-    )
+        of_part, of_step = 0.0, seconds(part.sent - moved, part.brought - moved)
+    return Copies(part=of_part, step=of_step, window=window, late=late, rates=rates)
 
 
 def count_parts(job: Job, micro_batch: int | None) -> int:
