@@ -132,6 +132,25 @@ def test_saving_an_op_adds_its_result(case: Case, how: str, width: int) -> None:
     assert saved_by_stand_in(case, how) == BATCH * LENGTH * width * 4
 
 
+class Twice(nn.Module):
+    """The first product is asked for twice; a compiler makes it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.relu(self.one(x)) * torch.sigmoid(self.one(x))
+        first, second, third = torch.relu(self.other(both)).chunk(3, dim=-1)
+        return x + first * second * third
+
+
+@pytest.mark.parametrize(("number", "width"), [(0, WIDTH), (2, 3 * WIDTH)])
+def test_ops_are_numbered_as_they_are_written(number: int, width: int) -> None:
+    saved = saved_by_stand_in(lambda: (Twice(), {}), f"recompute saving product#{number}")
+    assert saved == BATCH * LENGTH * width * 4
+
+
 # -- graphs are shared -----------------------------------------------------------------------------
 
 

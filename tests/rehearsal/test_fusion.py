@@ -127,6 +127,14 @@ def test_inputs_die_with_their_last_reader_unless_they_are_returned() -> None:
     assert all(w not in step.frees for step in one.steps)
 
 
+def test_what_dies_together_is_freed_in_the_graphs_order() -> None:
+    def many(*tensors: Tensor) -> Tensor:
+        return torch.cat([tensor @ tensor for tensor in tensors])
+
+    one = program(many, *[(N, N)] * 12)
+    assert list(one.steps[-1].frees) == [name for step in one.steps[:-1] for name, _ in step.takes]
+
+
 def test_an_input_is_not_written_over() -> None:
     one = program(lambda x, w: (x + 1) @ w, (N, N), (N, N))
     assert one.steps[0].frees_first == ()

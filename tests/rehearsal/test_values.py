@@ -54,6 +54,18 @@ def test_shapes_that_hang_on_known_values_are_true(recorder: Recorder, device: s
     assert not recorder.values.notes()
 
 
+def test_what_is_written_to_a_copy_does_not_reach_what_was_copied(
+    recorder: Recorder, device: str
+) -> None:
+    zeros = torch.zeros(3, device=device)
+    for copied in (zeros.clone(), zeros.to(torch.float64), zeros + 0):
+        copied.add_(1)
+        assert copied.sum().item() == 3
+    assert zeros.sum().item() == 0
+    torch.ops.aten._unsafe_view(LENGTHS, [3, 1]).add_(1)
+    assert LENGTHS.to(device).tolist() == [3, 1, 2]
+
+
 def test_views_of_known_values_are_known(recorder: Recorder, device: str) -> None:
     lengths = LENGTHS.to(device)
     assert lengths[1:].sum().item() == 3

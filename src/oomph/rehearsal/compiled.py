@@ -14,15 +14,17 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.nn.utils.stateless import _reparametrize_module
@@ -33,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from oomph.errors import CannotRehearse, OomphError
 from oomph.planning.choices import KEEP, saved_ops
 from oomph.rehearsal.fusion import Program, schedule
+from oomph.rehearsal.garbage import count_as_old
 from oomph.rehearsal.recorder import Bare, Recorder
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
 from oomph.techniques.recompute import KINDS, replace_forward
@@ -79,7 +82,7 @@ class _Result:
 
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """A block's joint graph of forward and backward, uncut."""
+    """A block's joint graph of forward and backward, uncut, where equal ops are one."""
 
     joint: fx.GraphModule
     inputs: Any
@@ -233,9 +236,6 @@ class _TracedEnough(Exception):
 
 
 def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Traced:
-    from torch._inductor import config
-    from torch._inductor.decomposition import select_decomp_table
-
     casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     found: dict[str, Any] = {}
     weights = len(call.names)
@@ -258,8 +258,6 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
         (tuple(t.shape), t.stride(), t.dtype, t.requires_grad, t.is_floating_point())
         for t in call.tensors
     ]
-    with config.patch(FALLBACK_RANDOM):
-        decompositions = select_decomp_table()
     with _untouched(recorder):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         twins = []
@@ -271,7 +269,7 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
             flat,
             fw_compiler=lambda graph, _: graph,
             partition_fn=keep,
-            decompositions=decompositions,
+            decompositions=_decompositions(),
         )
         with (
             contextlib.suppress(_TracedEnough),
@@ -281,7 +279,33 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
             traced(*twins)
     if "joint" not in found:
         raise CannotRehearse(f"{type(call.block).__name__} has nothing to differentiate")
-    return _Traced(**found, written=_count_written(call, found))
+    written = _count_written(call, found)
+    _number(found["joint"].graph)
+    with _untouched(recorder), _never_run():
+        found["joint"].graph.eliminate_dead_code()
+        found["joint"].graph = fx_graph_cse(found["joint"].graph)
+    return _Traced(**found, written=written)
+
+
+@functools.cache
+def _decompositions() -> Any:
+    """How the compiler takes ops apart; it is loaded when this is first asked for, and stays."""
+    from torch._inductor import config, pattern_matcher  # noqa: F401 - making equal ops one needs it
+    from torch._inductor.decomposition import select_decomp_table
+
+    count_as_old()
+    with config.patch(FALLBACK_RANDOM):
+        return select_decomp_table()
+
+
+@contextlib.contextmanager
+def _never_run() -> Iterator[None]:
+    """Graphs are looked at and not run, so that their Python need not be written."""
+    with (
+        _use_lazy_graph_module(True),
+        mock.patch.object(fx.GraphModule, "recompile", lambda _: None),
+    ):
+        yield
 
 
 def _count_written(call: _Call, found: dict[str, Any]) -> int:
@@ -316,7 +340,8 @@ def _is_tangent(node: fx.Node) -> bool:
 
 def _partition(traced: _Traced, how: str) -> _Cut:
     with (
-        _use_lazy_graph_module(True),  # its Python is never run, so it need not be written
+        _never_run(),
+        functorch_config.patch(cse=False),  # equal ops are one already
         # States of the random generator take no memory to speak of, and fetching them wants a GPU.
         mock.patch.object(partitioners, "functionalize_rng_ops", lambda _, fw, bw, __: (fw, bw)),
     ):
@@ -338,11 +363,15 @@ def _partition(traced: _Traced, how: str) -> _Cut:
     )
 
 
-def _tag(joint: fx.GraphModule, keep: frozenset[str]) -> None:
-    """Say of each result of forward whether it is to be recomputed, as checkpointing would."""
+#: Where a node of forward says which of a block's savable ops it is, and what any other says.
+_NAME, _NO_NAME = "oomph_name", ""
+
+
+def _number(graph: fx.Graph) -> None:
+    """Name each result of forward as checkpointing does, before equal ones become one."""
     counts: dict[str, int] = {}
     needs_tangents: set[fx.Node] = set()
-    for node in joint.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             if _is_tangent(node):
                 needs_tangents.add(node)
@@ -353,12 +382,21 @@ def _tag(joint: fx.GraphModule, keep: frozenset[str]) -> None:
             needs_tangents.add(node)
             continue
         kind = KINDS.get(node.target)
-        policy = CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta[_NAME] = _NO_NAME
         if kind is not None:
-            name = f"{kind}#{counts.get(kind, 0)}"
+            node.meta[_NAME] = f"{kind}#{counts.get(kind, 0)}"
             counts[kind] = counts.get(kind, 0) + 1
-            if name in keep:
-                policy = CheckpointPolicy.MUST_SAVE
+
+
+def _tag(joint: fx.GraphModule, keep: frozenset[str]) -> None:
+    """Say of each result of forward whether it is to be recomputed, as checkpointing would."""
+    for node in joint.graph.nodes:
+        name = node.meta.get(_NAME)
+        if name is None:
+            continue
+        policy = CheckpointPolicy.PREFER_RECOMPUTE
+        if name in keep:
+            policy = CheckpointPolicy.MUST_SAVE
         elif node.target is operator.getitem:
             policy = node.all_input_nodes[0].meta.get("recompute", policy)
         node.meta["recompute"] = policy

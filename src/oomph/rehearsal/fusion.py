@@ -168,9 +168,11 @@ class _Scheduler:
                 last_use.update(dict.fromkeys(reads[node], at))
         returned = {self._root[node] for node in self._returned if node is not None}
         dying: dict[int, list[fx.Node]] = defaultdict(list)
-        for source, at in last_use.items():
+        place = {node: at for at, node in enumerate(self._nodes)}
+        # In the graph's order: that of a set of nodes is another in each run.
+        for source in sorted(last_use, key=place.__getitem__):
             if source not in returned:
-                dying[at].append(source)
+                dying[last_use[source]].append(source)
         steps = []
         for at, kernel in enumerate(kernels):
             unread = [node for node in kernel if node not in last_use and node not in returned]

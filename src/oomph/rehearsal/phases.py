@@ -31,6 +31,7 @@ from oomph.job import (
 from oomph.planning.choices import Choices
 from oomph.rehearsal.compiled import stand_in_for_compiled
 from oomph.rehearsal.copying import HostCopyMode
+from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.graph import RehearsedCapture
 from oomph.rehearsal.link import RehearsedLink
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
@@ -56,6 +57,7 @@ END_OF_STEP = "end of step"
 Watch = Callable[[nn.Module, torch.optim.Optimizer | None, Recorder], None]
 
 
+@only_new_garbage()
 def rehearse(
     job: Job,
     gpu: GPU | None,

@@ -1,16 +1,17 @@
 """Fake results of the commonest ops, made without a detour.
 
-PyTorch's fake tensors describe every argument of an op to look its result up in a cache. For views,
-copies and empty tensors, most ops of a step that streams its optimizer's state, the kernel that
-only works out shapes is several times quicker than that.
+PyTorch's fake tensors describe every argument of an op to look its result up in a cache. For the
+commonest ops of a step the kernel that only works out shapes is several times quicker than that;
+what writes to its first argument, or copies one that fills its memory, needs no kernel at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -19,52 +20,186 @@ from torch._subclasses.fake_tensor import (
 
 aten = torch.ops.aten
 
-#: Ops that show their first argument, and no other tensor, in another way.
-_VIEWS = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten.view.dtype,
-}
-#: Ops that make a tensor from sizes alone.
-_MAKERS = {aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default}
-#: Ops that make one of the size of their argument.
-_COPIERS = {aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default}
-#: Ops that write to their first argument, tensors in a list, and give nothing back.
-_WRITERS = {aten._foreach_add_.Scalar}
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_Quick = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 def quick_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the active fake mode would return for the op, or NotImplemented for it to do so."""
-    if func in _MAKERS:
-        device = _CPU
-    elif func in _WRITERS:
-        return None if all(map(_is_plain, args[0])) else NotImplemented
-    elif func in _VIEWS or func in _COPIERS:
-        if not _is_plain(args[0]):
-            return NotImplemented
-        device = kwargs.get("device") or args[0].fake_device
-    else:
+    make = _QUICK.get(func)
+    return NotImplemented if make is None else make(func, args, kwargs)
+
+
+def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Shows its first argument, and no other tensor, in another way."""
+    first = args[0]
+    return _run(func, args, kwargs, first.fake_device) if _is_plain(first) else NotImplemented
+
+
+def _new(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Makes a tensor from sizes alone."""
+    if kwargs.get("pin_memory"):
         return NotImplemented
+    return _run(func, args, {**kwargs, "device": _META}, _CPU)
+
+
+def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Makes a tensor of the size of its argument."""
+    first = args[0]
+    if not _is_plain(first) or kwargs.get("pin_memory"):
+        return NotImplemented
+    device = kwargs.get("device") or first.fake_device
+    if kwargs.get("memory_format") in _SAME_ORDER and _is_packed(first):
+        options = {"dtype": kwargs.get("dtype") or first.dtype, "device": _META}
+        return _run(aten.empty.memory_format, (first.shape,), options, device)
+    return _run(func, args, {**kwargs, "device": _META}, device)
+
+
+def _write_to_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Writes to tensors in lists, and gives nothing back."""
+    lists = [*args, *kwargs.values()]
+    tensors = (tensor for one in lists if isinstance(one, (list, tuple)) for tensor in one)
+    return None if all(map(_is_plain, tensors)) else NotImplemented
+
+
+def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Writes another tensor to its first argument, or computes with both in it."""
+    first, other = args[:2]
+    if not _is_plain(first) or not _is_plain(other):
+        return NotImplemented
+    fits = first.shape == other.shape or not other.dim()
+    of_one_sort = first.is_floating_point() and other.is_floating_point()
+    return first if fits and (of_one_sort or func is aten.copy_.default) else NotImplemented
+
+
+def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Computes each element from those at the same place, of floats of one type and numbers."""
+    first = args[0]
+    if kwargs or not _is_plain(first) or not first.is_floating_point() or not _is_packed(first):
+        return NotImplemented
+    shape: Sequence[int] | None = first.shape
+    if len(args) > 1:
+        other = args[1]
+        if isinstance(other, Tensor):
+            alike = _is_plain(other) and other.dtype is first.dtype and _is_packed(other)
+            shape = _broadcast(first.shape, other.shape) if alike else None
+        elif not isinstance(other, (int, float)):
+            shape = None
+    return _empty(shape, first) if shape is not None else NotImplemented
+
+
+def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Multiplies two matrices."""
+    one, other = args
+    if not _is_plain(one) or not _is_plain(other) or one.dtype is not other.dtype:
+        return NotImplemented
+    (rows, inner), (same, columns) = one.shape, other.shape
+    return _empty((rows, columns), one) if inner == same else NotImplemented
+
+
+def _empty(shape: Sequence[int], like: Any) -> Any:
+    """A packed tensor of this shape; the rest is as in `like`."""
+    options = {"dtype": like.dtype, "device": _META}
+    return _run(aten.empty.memory_format, (shape,), options, like.fake_device)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """The result of the kernel that works out shapes."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    if not isinstance(mode, FakeTensorMode) or kwargs.get("pin_memory"):
+    if not isinstance(mode, FakeTensorMode):
         return NotImplemented
-    if func not in _VIEWS:
-        kwargs = {**kwargs, "device": _META}
     with in_kernel_invocation_manager(mode):
         made = func(*args, **kwargs)
-    return FakeTensor(mode, made, device)
+    return _wrap(mode, made, device)
+
+
+def _wrap(mode: FakeTensorMode, made: Tensor, device: torch.device) -> FakeTensor:
+    """What `FakeTensor(mode, made, device)` gives, whose attributes are worked out but once."""
+    attributes = _attributes.get(device)
+    if attributes is None:
+        fake = FakeTensor(mode, made, device)
+        _attributes[device] = {k: v for k, v in vars(fake).items() if k != "fake_mode"}
+        return fake
+    fake = Tensor._make_subclass(
+        FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(attributes, fake_mode=mode)
+    return fake
+
+
+#: By device: attributes of every fake tensor on it that no real one stands behind.
+_attributes: dict[torch.device, dict[str, Any]] = {}
 
 
 def _is_plain(tensor: Any) -> bool:
     """Whether it is fake through and through: what is known of a constant is not lost."""
     return type(tensor) is FakeTensor and tensor.constant is None
+
+
+def _broadcast(one: Sequence[int], other: Sequence[int]) -> Sequence[int] | None:
+    """The shape of a result of tensors of these shapes, or None where there is none."""
+    if one == other:
+        return one
+    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+    shape = list(longer)
+    for at in range(-len(shorter), 0):
+        if shape[at] == 1:
+            shape[at] = shorter[at]
+        elif shorter[at] not in (1, shape[at]):
+            return None
+    return shape
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether its elements lie one after the other, its last dimension's nearest together."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+#: Layouts in which a packed tensor's copy is packed.
+_SAME_ORDER = (None, torch.preserve_format, torch.contiguous_format)
+_KINDS: dict[_Quick, list[Any]] = {
+    _view: [
+        aten._unsafe_view.default,
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        aten.view.dtype,
+    ],
+    _new: [aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default],
+    _like: [aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default],
+    _write_to_lists: [
+        aten._foreach_add_.Scalar,
+        aten._fused_adam_.default,
+        aten._fused_adamw_.default,
+        aten._fused_sgd_.default,
+    ],
+    _write: [aten.add_.Tensor, aten.copy_.default, aten.mul_.Tensor],
+    _pointwise: [
+        aten.add.Tensor,
+        aten.mul.Scalar,
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.pow.Tensor_Scalar,
+        aten.rsqrt.default,
+        aten.silu.default,
+    ],
+    _product: [aten.mm.default],
+}
+_QUICK: dict[Any, _Quick] = {func: make for make, funcs in _KINDS.items() for func in funcs}

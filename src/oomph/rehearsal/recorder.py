@@ -33,7 +33,7 @@ from oomph.rehearsal.in_place import (
 )
 from oomph.rehearsal.quick_fakes import quick_fake
 from oomph.rehearsal.rules import Burst, Rules
-from oomph.rehearsal.storages import storage_key, tensors_in
+from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in
 from oomph.rehearsal.timeline import Block, Category, Mark, Span, Timeline
 from oomph.rehearsal.values import KnownValues
 from oomph.timing.clock import Clock
@@ -288,10 +288,14 @@ class Recorder(TorchDispatchMode):
         inputs = list(tensors_in(args))
         if kwargs:
             inputs += tensors_in(kwargs)
+        on_gpu = False
         for tensor in inputs:
-            self._adopt(tensor)
+            record = self._storages.get(storage_key_inside(tensor))
+            if record is None:
+                # Made outside the rehearsal; remembered, it is not taken for a new one.
+                record = self._remember(tensor, Side.HOST)
+            on_gpu = on_gpu or record.side is Side.GPU
         if side is None:
-            on_gpu = any(self.side_of(tensor) is Side.GPU for tensor in inputs)
             side = Side.GPU if on_gpu else self._default_side if inputs else self._side_of_new()
         elif func is aten._to_copy.default and self._is_no_copy(inputs[0], side, kwargs):
             return aten.alias.default(inputs[0])
@@ -334,11 +338,6 @@ class Recorder(TorchDispatchMode):
                 if record.side is Side.GPU:
                     record.block = self._allocate(record.nbytes, "copy")
 
-    def _adopt(self, tensor: Tensor) -> None:
-        """Remember a storage made outside the rehearsal, so that it is not taken for a new one."""
-        if storage_key(tensor) not in self._storages:
-            self._remember(tensor, Side.HOST)
-
     def _record(self, func: Any, args: Sequence[Any], out: Any, side: Side) -> None:
         host_outputs: Collection[int] = ()
         bursts: Sequence[Burst] = ()
@@ -357,7 +356,7 @@ class Recorder(TorchDispatchMode):
                     f"{func} makes a sparse tensor, whose size only real data can tell; for an "
                     "embedding, sparse=False makes its gradient dense"
                 )
-            record = self._storages.get(storage_key(tensor))
+            record = self._storages.get(storage_key_inside(tensor))
             if record is None:
                 # A view of what the recorder never saw: a constant from outside the step.
                 outside = func.is_view and func is not aten.lift_fresh.default

@@ -29,5 +29,10 @@ def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
 def storage_key(tensor: Tensor) -> int:
     """The same number for all views of one storage, while it lives."""
     with torch._C.DisableTorchFunction():
-        key: int = tensor.untyped_storage()._cdata
-        return key
+        return storage_key_inside(tensor)
+
+
+def storage_key_inside(tensor: Tensor) -> int:
+    """The same, asked where torch functions are disabled already: inside a dispatch."""
+    key: int = tensor.untyped_storage()._cdata
+    return key

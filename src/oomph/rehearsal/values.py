@@ -8,6 +8,7 @@ hang on it.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from oomph.errors import CannotRehearse
-from oomph.rehearsal.storages import storage_key, tensors_in
+from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in
 
 aten = torch.ops.aten
 
@@ -56,20 +57,22 @@ class KnownValues:
         #: What was assumed, in words, and how often.
         self.assumed: Counter[str] = Counter()
 
-    def know(self, fake: Tensor, real: Tensor) -> None:
-        """The contents of `fake` are those of `real`."""
+    def know(self, fake: Tensor, real: Tensor, *, is_new: bool = False) -> None:
+        """The contents of `fake` are those of `real`, whose memory nobody else has if it is new."""
         if not _small(real):
             return
-        with _disable_current_modes():
-            storage = real.untyped_storage()
-            if real.stride() == fake.stride() and real.storage_offset() == fake.storage_offset():
-                if storage.nbytes() > MOST_ELEMENTS * 8:
-                    return  # a small part of something large
-                # All of it: other views of the storage may follow.
-                storage = storage.cpu().clone()
-            else:
-                copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype)
-                storage = copy.copy_(real).untyped_storage()
+        storage = real.untyped_storage()
+        same = real.stride() == fake.stride() and real.storage_offset() == fake.storage_offset()
+        if same and storage.nbytes() > MOST_ELEMENTS * 8:
+            return  # a small part of something large
+        if not (same and is_new):
+            with _disable_current_modes():
+                if same:
+                    # All of it: other views of the storage may follow.
+                    storage = storage.cpu().clone()
+                else:
+                    copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype)
+                    storage = copy.copy_(real).untyped_storage()
         self._contents[storage_key(fake)] = storage
 
     def forget(self, key: int) -> None:
@@ -100,15 +103,14 @@ class KnownValues:
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of an op that reads values, or NotImplemented for all others."""
-        if func is aten._local_scalar_dense.default or func is aten.item.default:
+        if not _reads_values(func) or (func is aten.index.Tensor and not _has_mask(args[1])):
+            return NotImplemented
+        if func in _SCALARS:
             return self._scalar(args[0])
         if func is aten.equal.default:
             return self._equal(*args)
         if func in _CTC_LOSSES:
             return self._ctc_loss(*args[:4])
-        reads_shape = func in _WORST_CASE or torch.Tag.dynamic_output_shape in func.tags
-        if not reads_shape or (func is aten.index.Tensor and not _has_mask(args[1])):
-            return NotImplemented
         real = self._compute(func, args, kwargs)
         if real is not None:
             return tree_map(self._fake, real)
@@ -117,26 +119,29 @@ class KnownValues:
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Compute the real result beside the fake one, where everything it needs is known."""
         outputs = list(tensors_in(out))
-        if not outputs or torch.Tag.nondeterministic_seeded in func.tags:
-            self._forget_written(func, args, kwargs)
-            return
         mutates = func._schema.is_mutable
-        if not mutates and all(storage_key(tensor) in self._contents for tensor in outputs):
-            return  # a view of something known
-        if not all(_small(tensor) for tensor in outputs):
-            self._forget_written(func, args, kwargs)
+        if (
+            not outputs
+            or not all(map(_small, outputs))
+            or torch.Tag.nondeterministic_seeded in func.tags
+        ):
+            if mutates:
+                self._forget_written(func, args, kwargs)
             return
+        if not mutates and all(storage_key_inside(t) in self._contents for t in outputs):
+            return  # a view of something known
         real = self._compute(func, args, kwargs)
         if real is None:
             real = self._decided(func, args, outputs[0])
         if real is None:
-            self._forget_written(func, args, kwargs)
+            if mutates:
+                self._forget_written(func, args, kwargs)
             if outputs[0].dtype is torch.bool and outputs[0].numel() == 1:
                 self._origin[storage_key(outputs[0])] = func
             return
         if not mutates:
             for fake, value in zip(outputs, tensors_in(real), strict=True):
-                self.know(fake, value)
+                self.know(fake, value, is_new=_makes_new(func))
 
     def notes(self) -> list[str]:
         """What was assumed, in words."""
@@ -217,16 +222,21 @@ class KnownValues:
         """The op's real result, or None if an input is unknown; writes in place as the op does."""
         if not all(self._is_known(tensor) for tensor in tensors_in((args, kwargs))):
             return None
-
-        def real_of(value: Any) -> Any:
-            return self.of(value) if isinstance(value, Tensor) else value
-
-        real_args, real_kwargs = tree_map(real_of, (tuple(args), kwargs))
+        real_args = self._real(args)
+        real_kwargs = {name: self._real(value) for name, value in kwargs.items()}
         try:
             with _disable_current_modes():
                 return func(*real_args, **real_kwargs)
         except Exception:
             return None  # an op only a GPU has: its value stays unknown
+
+    def _real(self, value: Any) -> Any:
+        """An argument with real tensors for fake ones."""
+        if isinstance(value, Tensor):
+            return self.of(value)
+        if isinstance(value, (list, tuple)):
+            return [self._real(item) for item in value]
+        return value
 
     def _decided(self, func: Any, args: Sequence[Any], out: Tensor) -> Tensor | None:
         """A result that one known operand decides: true or anything is true.
@@ -251,7 +261,7 @@ class KnownValues:
         return fake
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if not func._schema.is_mutable or func in _KEEPS_VALUES:
+        if func in _KEEPS_VALUES:
             return
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         for argument in func._schema.arguments:
@@ -265,7 +275,10 @@ _COMPARISONS = {
     for name in ("lt", "le", "gt", "ge", "ne", "eq")
     for overload in ("Scalar", "Tensor")
 }
+_SCALARS = {aten._local_scalar_dense.default, aten.item.default}
 _CTC_LOSSES = {aten._ctc_loss.default, aten._ctc_loss.Tensor}
+#: Ops that show their argument's memory although their schema does not say so.
+_SILENT_VIEWS = {aten._unsafe_view.default, aten.lift.default}
 #: The operand that decides the result of an op alone.
 _DECIDING: dict[Any, int] = {
     aten.bitwise_or.Tensor: 1,
@@ -276,6 +289,25 @@ _DECIDING: dict[Any, int] = {
 }
 #: The loss scaler's check writes "an infinity was found"; gradients are taken to be finite.
 _KEEPS_VALUES = {aten._amp_foreach_non_finite_check_and_unscale_.default}
+
+
+@functools.cache
+def _reads_values(func: Any) -> bool:
+    """Whether the result, or its shape, hangs on values."""
+    return (
+        func in _SCALARS
+        or func is aten.equal.default
+        or func in _CTC_LOSSES
+        or func in _WORST_CASE
+        or torch.Tag.dynamic_output_shape in func.tags
+    )
+
+
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """Whether no result shows an argument's memory."""
+    says_so = all(result.alias_info is None for result in func._schema.returns)
+    return says_so and func not in _SILENT_VIEWS
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:

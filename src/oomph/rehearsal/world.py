@@ -46,6 +46,8 @@ class _DeviceAnswers(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _SAME_ON_BOTH_SIDES:
+            return func(*args, **kwargs)
         if func is torch.Tensor.backward:
             # Called without the mode, recomputation inside would run without it, too.
             with self:
@@ -126,6 +128,32 @@ class _DeviceAnswers(TorchFunctionMode):
         return moved
 
 
+#: What is called most, makes no tensor, and is answered alike for either side.
+_SAME_ON_BOTH_SIDES = {
+    torch._C._set_grad_enabled,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.Tensor.dim,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.numel,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.stride,
+    torch.Tensor.untyped_storage,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            "_version",
+            "dtype",
+            "grad",
+            "grad_fn",
+            "is_leaf",
+            "is_sparse",
+            "requires_grad",
+            "shape",
+        )
+    ),
+    torch.Tensor.grad.__set__,  # type: ignore[union-attr]
+}
 _DRAWS_WHOLE_NUMBERS = {torch.randint, torch.randperm, torch.Tensor.random_}
 
 _DEVICE_QUESTIONS: dict[Any, Any] = {
