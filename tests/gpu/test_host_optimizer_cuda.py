@@ -1,22 +1,21 @@
-"""An optimizer on the host of a real card: the plain bits, whatever is slow. Needs a GPU."""
+"""An optimizer on the host of a real card: the plain bits, whatever is late. Needs a GPU."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from late_link import CUDA, PLACES, LateLink
+from torch import nn
 
 from oomph.host.cuda_link import CudaLink
-from oomph.host.link import Copy
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 
 sys.path.append(str(Path(__file__).parents[1] / "techniques"))
@@ -25,8 +24,6 @@ from host_training import Recipe, Training, adamw, nearly, plain, same_bits, two
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 STEPS = 5
-CYCLES = 2_000_000
-"""About a millisecond: longer than any copy here takes."""
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -63,60 +60,24 @@ def plainly(name: str) -> Training:
     return plain(RECIPES[name], STEPS)
 
 
-class SleepyLink(CudaLink):
-    """Sleeps on either stream around each copy, and has whoever frees too early overwritten."""
-
-    def __init__(self, where: Sequence[str]) -> None:
-        super().__init__(torch.device("cuda", torch.cuda.current_device()))
-        self._where = where
-
-    def _copy(
-        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Copy]
-    ) -> Copy:
-        self._sleep("computing, before")
-        self._sleep("copying, before", stream)
-        copy = super()._copy(stream, source, target, after)
-        self._sleep("copying, after", stream)
-        self._sleep("computing, after")
-        # Takes memory of that size from the allocator: what was freed while a copy needs it.
-        torch.full((max(source.nbytes, 1),), 255, dtype=torch.uint8, device="cuda")
-        return copy
-
-    def _sleep(self, where: str, stream: torch.cuda.Stream | None = None) -> None:
-        if where in self._where:
-            with torch.cuda.stream(stream):  # of None: the current one
-                torch.cuda._sleep(CYCLES)
-
-
-WHERE = ("computing, before", "copying, before", "copying, after", "computing, after")
-
-
-@pytest.fixture
-def links() -> Iterator[list[CudaLink]]:
-    links: list[CudaLink] = []
-    yield links
-    for link in links:
-        link.close()
-
-
 def on_host(name: str, link: CudaLink, **placement: Any) -> Training:
     training = Training(recipe=RECIPES[name])
     training.go_to_host(link, **placement)
     return training.run(STEPS)
 
 
-@pytest.mark.parametrize("where", [(), *((one,) for one in WHERE), WHERE])
+@pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
 @pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped", "masters, clipped"])
-def test_streamed_steps_have_the_plain_bits_whatever_sleeps(
-    name: str, where: tuple[str, ...], links: list[CudaLink]
+def test_streamed_steps_have_the_plain_bits_whatever_is_late(
+    name: str, late: Collection[str], links: list[CudaLink]
 ) -> None:
-    links.append(SleepyLink(where))
+    links.append(LateLink(late))
     same_bits(on_host(name, links[0], keep_gradients=2000), plainly(name))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_streamed_steps_have_the_plain_bits(name: str, links: list[CudaLink]) -> None:
-    links.append(SleepyLink(()))
+    links.append(LateLink())
     same_bits(on_host(name, links[0], keep_gradients=2000), plainly(name))
 
 
@@ -136,13 +97,13 @@ def nearly_as_a_whole(one: Training, other: Training, tolerance: float = 1e-6) -
     assert difference <= tolerance
 
 
-@pytest.mark.parametrize("where", [(), WHERE])
+@pytest.mark.parametrize("late", [(), PLACES], ids=str)
 @pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped"])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_steps_of_the_host_are_nearly_the_plain_ones(
-    share: float, name: str, where: tuple[str, ...], links: list[CudaLink]
+    share: float, name: str, late: Collection[str], links: list[CudaLink]
 ) -> None:
-    links.append(SleepyLink(where))
+    links.append(LateLink(late))
     trained = on_host(name, links[0], host_share=share, keep_gradients=1000)
     nearly_as_a_whole(trained, plainly(name))
 
@@ -153,7 +114,7 @@ def test_where_nothing_is_rounded_each_weight_of_the_host_is_the_plain_one(
     share: float, name: str, links: list[CudaLink]
 ) -> None:
     """The maths is the same: what is left of it in fp64 is far below any other eps or count."""
-    links.append(SleepyLink(WHERE))
+    links.append(LateLink(PLACES))
     trained = on_host(name, links[0], host_share=share, keep_gradients=2000)
     nearly(trained, plainly(name), tolerance=1e-12)
 
@@ -163,7 +124,7 @@ def test_where_nothing_is_rounded_each_weight_of_the_host_is_the_plain_one(
 def test_undo_leaves_plain_tensors_on_the_card(
     name: str, share: float, links: list[CudaLink]
 ) -> None:
-    links.append(SleepyLink(WHERE))
+    links.append(LateLink(PLACES))
     training = Training(recipe=RECIPES[name])
     host = training.go_to_host(links[0], host_share=share)
     for step in range(3):
@@ -182,16 +143,12 @@ def test_undo_leaves_plain_tensors_on_the_card(
 
 
 def test_a_state_dict_goes_both_ways(links: list[CudaLink]) -> None:
-    links.append(SleepyLink(()))
+    links.append(LateLink())
     ours, theirs = Training(recipe=RECIPES["clipped"]), plain(RECIPES["clipped"], 2)
     ours.go_to_host(links[0])
-    ours.model.load_state_dict(theirs.model.state_dict())
-    ours.optimizer.load_state_dict(theirs.optimizer.state_dict())
-    ours.generator.set_state(theirs.generator.get_state())
-    ours.losses += theirs.losses
+    ours.go_on_from(theirs)
     same_bits(ours.run(2), theirs.run(2))
-    # A plain optimizer takes what is on its device as it is: both would count steps in one tensor.
-    theirs.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+    theirs.go_on_from(ours)
     same_bits(ours.run(1), theirs.run(1))
 
 
@@ -199,7 +156,7 @@ def test_a_state_dict_goes_both_ways(links: list[CudaLink]) -> None:
 def test_state_takes_no_memory_of_the_card_between_steps(
     clip_norm: float | None, links: list[CudaLink]
 ) -> None:
-    links.append(SleepyLink(()))
+    links.append(CudaLink(CUDA))
     gc.collect()  # circles of earlier tests hold their models
     before = torch.cuda.memory_allocated()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()

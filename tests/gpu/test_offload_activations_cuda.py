@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from late_link import CUDA, PLACES, LateLink
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oomph.host.cuda_link import CudaLink
-from oomph.host.link import Copy
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-CUDA = torch.device("cuda", 0)
 WIDTH, LENGTH, SAMPLES = 64, 128, 32
-#: Clock cycles of the card, about half a millisecond: many times what a copy here takes.
-LATE = 1_000_000
-PLACES = ("computing before", "computing after", "copying before", "copying after", "waiting")
 
 
 class Block(nn.Module):
@@ -61,81 +56,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class HostileLink:
-    """A card's link that is late at chosen places, and fills memory that is not in use with NaN."""
-
-    def __init__(self, late: Collection[str] = ()) -> None:
-        self._late = late
-        self._link = CudaLink(CUDA)
-        self._streams = {"out": self._link._out, "in": self._link._in}
-        self._poisons: list[tuple[Copy, Tensor]] = []
-        self.memory: list[weakref.ref[Any]] = []
-
-    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
-        # Whoever fetches it too early gets what was there before.
-        nothing = poisoned(target.numel(), target.dtype)
-        inner = [copy.inner for copy in after if isinstance(copy, HostileCopy)]
-        self._poisons.append((self._link.to_host(nothing, target, inner), nothing))
-        return self._copy("out", self._link.to_host, source, target, inner)
-
-    def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
-        target.copy_(poisoned(target.numel(), target.dtype))
-        inner = [copy.inner for copy in after if isinstance(copy, HostileCopy)]
-        return self._copy("in", self._link.to_gpu, source, target, inner)
-
-    def host_memory(self, nbytes: int) -> Tensor:
-        memory = self._link.host_memory(nbytes)
-        self.memory.append(weakref.ref(memory.untyped_storage()))
-        return memory
-
-    def close(self) -> None:
-        self._link.close()
-        self._poisons.clear()
-
-    def sleep(self, place: str, stream: torch.cuda.Stream | None = None) -> None:
-        if place in self._late:
-            with torch.cuda.stream(stream or torch.cuda.current_stream()):
-                torch.cuda._sleep(LATE)
-
-    def _copy(
-        self,
-        way: str,
-        start: Callable[..., Copy],
-        source: Tensor,
-        target: Tensor,
-        after: Sequence[Copy],
-    ) -> Copy:
-        self.sleep("computing before")
-        self.sleep("copying before", self._streams[way])
-        copy = start(source, target, after)
-        self.sleep("copying after", self._streams[way])
-        self.sleep("computing after")
-        # The allocator hands out first what was freed last.
-        poisoned(source.numel(), source.dtype)
-        return HostileCopy(self, copy)
-
-
-class HostileCopy:
-    def __init__(self, link: HostileLink, inner: Copy) -> None:
-        self.inner = inner
-        self._link = link
-
-    def wait(self) -> None:
-        self._link.sleep("waiting")
-        self.inner.wait()
-        self._link.sleep("waiting")
-
-    def finish(self) -> None:
-        self.inner.finish()
-
-
-def poisoned(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory of the card in which every number is wrong, and no index leads out of a tensor."""
-    if dtype.is_floating_point:
-        return torch.full((count,), float("nan"), dtype=dtype, device=CUDA)
-    return torch.ones(count, dtype=dtype, device=CUDA)
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +107,7 @@ HOWS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def offloaded(model: Net, link: HostileLink, prepare: Callable[[nn.Module], Any]) -> Any:
+def offloaded(model: Net, link: LateLink, prepare: Callable[[nn.Module], Any]) -> Any:
     for block in model.blocks:
         prepare(block)
     engine = ActivationOffload(link, model, smallest=1)
@@ -201,7 +121,7 @@ def offloaded(model: Net, link: HostileLink, prepare: Callable[[nn.Module], Any]
 def test_gradients_are_the_same_to_the_bit_whatever_is_late(
     prepare: Callable[[nn.Module], Any], late: Collection[str]
 ) -> None:
-    model, link = Net().to(CUDA), HostileLink(late)
+    model, link = Net().to(CUDA), LateLink(late)
     engine = offloaded(model, link, prepare)
     assert_same(train(model), plainly())
     engine.undo()
@@ -222,7 +142,7 @@ def test_gradients_of_compiled_blocks_are_the_same_to_the_bit(recomputed: bool) 
         compiled(block)
     expected = train(plain, [SAMPLES, SAMPLES])
     for late in ((), PLACES):
-        model, link = Net(blocks, dropout=0.0).to(CUDA), HostileLink(late)
+        model, link = Net(blocks, dropout=0.0).to(CUDA), LateLink(late)
         engine = offloaded(model, link, compiled)
         assert_same(train(model, [SAMPLES, SAMPLES]), expected)
         assert link.memory, "something left"
@@ -243,12 +163,12 @@ def fail_in_backward(_: nn.Module, __: Any, output: Tensor) -> None:
 def test_after_a_failed_backward_the_card_is_as_before_and_the_next_step_right(
     prepare: Callable[[nn.Module], Any],
 ) -> None:
-    model, link = Net().to(CUDA), HostileLink(PLACES)
+    model, link = Net().to(CUDA), LateLink(PLACES)
     engine = offloaded(model, link, prepare)
     train(model, [SAMPLES])
     model.load_state_dict(Net().state_dict())
     torch.cuda.synchronize()
-    link._poisons.clear()
+    link.forget_nonsense()
     before = torch.cuda.memory_allocated()
     handle = model.blocks[1].register_forward_hook(fail_in_backward)
     with pytest.raises(OSError, match="in backward"):
@@ -257,7 +177,7 @@ def test_after_a_failed_backward_the_card_is_as_before_and_the_next_step_right(
     model.zero_grad()
     gc.collect()
     torch.cuda.synchronize()
-    link._poisons.clear()
+    link.forget_nonsense()
     assert torch.cuda.memory_allocated() == before
     assert_same(train(model), plainly())
     engine.undo()

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from late_link import CUDA, PLACES, LateLink, poison
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oomph.host.cuda_link import CudaLink
-from oomph.host.link import Copy
 from oomph.job import Job
 from oomph.running.inference import apply_inference, plan_inference
 from oomph.techniques.compiled_blocks import compile_block
-from oomph.techniques.host_stepped_weights import IN_FLIGHT, HostSteppedWeights
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-CUDA = torch.device("cuda", 0)
 WIDTH, SAMPLES, LAYERS = 256, 64, 5
 BLOCKS = [f"blocks.{at}" for at in range(LAYERS)]
-#: Clock cycles of the card, about half a millisecond: many times what a copy here takes.
-LATE = 1_000_000
-PLACES = ("computing before", "computing after", "copying before", "copying after", "waiting")
+CLIP = 0.5
 
 
 class Block(nn.Module):
@@ -65,66 +62,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class LateLink(CudaLink):
-    """A card's link that is late at chosen places; what was not copied yet holds nonsense."""
-
-    def __init__(self, late: Collection[str] = ()) -> None:
-        super().__init__(CUDA)
-        self._late = late
-        self._nonsense: list[Tensor] = []
-        self.memory: list[weakref.ref[Any]] = []
-
-    def host_memory(self, nbytes: int) -> Tensor:
-        memory = super().host_memory(nbytes)
-        self.memory.append(weakref.ref(memory.untyped_storage()))
-        return memory
-
-    def close(self) -> None:
-        super().close()
-        self._nonsense.clear()
-
-    def sleep(self, place: str, stream: torch.cuda.Stream | None = None) -> None:
-        if place in self._late:
-            with torch.cuda.stream(stream or torch.cuda.current_stream()):
-                torch.cuda._sleep(LATE)
-
-    def _copy(
-        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Copy]
-    ) -> Copy:
-        after = [copy.inner if isinstance(copy, LateCopy) else copy for copy in after]
-        self.sleep("computing before")
-        if target.is_cuda or not source.is_cuda:
-            # What goes from host to host is there at once: nonsense of a stream would come after.
-            poison(target)
-        else:
-            self._nonsense.append(torch.empty_like(target, device=CUDA))
-            poison(self._nonsense[-1])
-            super()._copy(stream, self._nonsense[-1], target, after)
-        self.sleep("copying before", stream)
-        copy = super()._copy(stream, source, target, after)
-        self.sleep("copying after", stream)
-        self.sleep("computing after")
-        return LateCopy(self, copy)
-
-
-class LateCopy:
-    def __init__(self, link: LateLink, inner: Copy) -> None:
-        self.inner = inner
-        self._link = link
-
-    def wait(self) -> None:
-        self._link.sleep("waiting")
-        self.inner.wait()
-        self._link.sleep("waiting")
-
-    def finish(self) -> None:
-        self.inner.finish()
-
-
-def poison(tensor: Tensor) -> None:
-    tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
-
-
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything is computed in one order, and blocks that left leave nonsense behind."""
@@ -143,45 +80,58 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
 class Plain:
-    """A model on the card whose weights are stepped on the host, by hand."""
+    """A model that is trained on the card."""
 
     def __init__(self, model: Net) -> None:
         self.model = model
-        self.owned = [p.detach().cpu() for p in model.parameters()]
-        self.optimizer = torch.optim.AdamW(self.owned, lr=1e-2)
+        self._optimizer = adamw(model)
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def step(self) -> None:
-        for parameter, owned in zip(self.model.parameters(), self.owned, strict=True):
-            owned.grad = parameter.grad.cpu() if parameter.grad is not None else None
-            parameter.grad = None
-        nn.utils.clip_grad_norm_(self.owned, 0.5, foreach=False)
-        self.optimizer.step()
-        with torch.no_grad():
-            for parameter, owned in zip(self.model.parameters(), self.owned, strict=True):
-                parameter.copy_(owned)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def settle(self) -> None:
+        pass
 
 
 class Streaming:
-    """The same with every weight streamed."""
+    """The same with every weight streamed; no gradient waits on the card."""
 
     def __init__(self, model: Net, link: LateLink, ahead: int = 1) -> None:
         self.model = model
-        self.link = link
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        self.streamed = StreamedWeights(model, ["first", *BLOCKS, "head"], link, ahead=ahead)
-        self.stepped = HostSteppedWeights(self.streamed, self.optimizer, link)
+        self._link = link
+        self._streamed = StreamedWeights(model, ["first", *BLOCKS, "head"], link, ahead=ahead)
+        self._host = HostOptimizer(
+            model,
+            adamw(model),
+            link,
+            HostPlacement(bucket=256 << 10, keep_gradients=0),
+            weights=self._streamed,
+            clip_norm=CLIP,
+        )
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        return self._host.backward(last=last)
 
     def step(self) -> None:
-        owned = self.optimizer.param_groups[0]["params"]
-        nn.utils.clip_grad_norm_(owned, 0.5, foreach=False)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._host.step()
+
+    def settle(self) -> None:
+        self._host.settle()
 
     def undo(self) -> None:
-        self.stepped.undo()
-        self.streamed.undo()
-        self.link.close()
+        self._host.undo()
+        self._streamed.undo()
+        self._link.close()
 
 
 def train(training: Plain | Streaming, *, parts: int, autocast: bool, steps: int = 3) -> list[Any]:
@@ -189,13 +139,15 @@ def train(training: Plain | Streaming, *, parts: int, autocast: bool, steps: int
     torch.manual_seed(1)
     losses = []
     for _ in range(steps):
-        for _ in range(parts):
+        for part in range(parts):
             x = torch.randn(SAMPLES, WIDTH, device=CUDA)
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast, cache_enabled=False):
                 loss = F.mse_loss(training.model(x).float(), torch.ones(SAMPLES, 1, device=CUDA))
-            (loss / parts).backward()
+            with training.backward(last=part == parts - 1):
+                (loss / parts).backward()
             losses.append(loss.detach())
         training.step()
+    training.settle()
     return [t.cpu() for t in (*losses, *training.model.state_dict().values())]
 
 
@@ -286,10 +238,10 @@ def test_a_failed_backward_leaves_everything_usable() -> None:
         raise OSError("in backward")
 
     handle = streaming.model.blocks[1].up.register_full_backward_hook(fail)
-    with pytest.raises(OSError, match="in backward"):
-        streaming.model(torch.randn(2, WIDTH, device=CUDA)).sum().backward()
+    loss = streaming.model(torch.randn(2, WIDTH, device=CUDA)).sum()
+    with pytest.raises(OSError, match="in backward"), streaming.backward(last=True):
+        loss.backward()
     handle.remove()
-    streaming.optimizer.zero_grad()
     assert_same(train(streaming, **options), expected)
     streaming.undo()
 
@@ -297,26 +249,32 @@ def test_a_failed_backward_leaves_everything_usable() -> None:
 def test_the_card_holds_two_blocks_and_the_gradients_that_leave() -> None:
     width = 2048
     block = 4 * (4 * width * width + 5 * width)
+    in_flight = 64 << 20
     model = Net(dropout=0.0, width=width).to(CUDA)
     before = torch.cuda.memory_allocated()
     link = CudaLink(CUDA)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     streamed = StreamedWeights(model, BLOCKS, link)
-    stepped = HostSteppedWeights(streamed, optimizer, link)
+    # All that the card has of a step are gradients on their way out.
+    placement = HostPlacement(host_share=1.0, bucket=in_flight // 2, ahead=2)
+    host = HostOptimizer(model, optimizer, link, placement, weights=streamed, clip_norm=CLIP)
     rest = torch.cuda.memory_allocated()
     assert before - rest > (LAYERS - 1) * block
     x = torch.randn(8, width, device=CUDA)
-    model(x).sum().backward()  # libraries take their workspaces
-    optimizer.zero_grad()
-    kept = torch.cuda.memory_allocated() - 2 * block
+    loss = model(x).sum()
+    with host.backward():
+        loss.backward()  # libraries take their workspaces
+    host.abandon()
+    kept = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = model(x).sum()
-    slack = 8 << 20
+    slack = 16 << 20  # of what the allocator does not split off, too
     assert torch.cuda.max_memory_allocated() - kept < 2 * block + slack
-    loss.backward()
-    assert torch.cuda.max_memory_allocated() - kept < 2 * block + IN_FLIGHT + block + slack
-    optimizer.zero_grad()
-    stepped.undo()
+    with host.backward():
+        loss.backward()
+    assert torch.cuda.max_memory_allocated() - kept < 2 * block + in_flight + block + slack
+    host.abandon()
+    host.undo()
     streamed.undo()
     link.close()
 

@@ -6,19 +6,15 @@ import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_host_optimizer_cuda import nearly_as_a_whole
-from test_streamed_weights_cuda import (
-    CUDA,
-    PLACES,
-    LateLink,
-    exact,  # noqa: F401 - every test here uses it
-)
+from late_link import CUDA, PLACES, LateLink
+from test_host_optimizer_cuda import fused, nearly_as_a_whole
+from test_streamed_weights_cuda import exact  # noqa: F401 - every test here uses it
 from torch import Tensor, nn
 
 from oomph.host.cuda_link import CudaLink
@@ -32,16 +28,12 @@ from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
 
 sys.path.append(str(Path(__file__).parents[1] / "techniques"))
-from host_training import Net, Recipe, Training, plain, same_bits, two_groups
+from host_training import Net, Recipe, Training, plain, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 STEPS = 4
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
 
 
 def tie(net: Net) -> None:
@@ -76,14 +68,6 @@ RECIPES = {
 @functools.cache
 def plainly(name: str) -> Training:
     return plain(RECIPES[name], STEPS)
-
-
-@pytest.fixture
-def links() -> Iterator[list[CudaLink]]:
-    links: list[CudaLink] = []
-    yield links
-    for link in links:
-        link.close()
 
 
 def away(name: str, link: CudaLink, **placement: Any) -> tuple[Training, StreamedWeights]:

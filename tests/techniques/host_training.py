@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oomph.host.link import Link
+from oomph.techniques import streamed_step
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.streamed_weights import StreamedWeights
@@ -188,6 +190,22 @@ class Training:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    def go_on_from(self, other: Training) -> None:
+        """Load what another training has learned, and have the batches and losses that it has."""
+        self.model.load_state_dict(other.model.state_dict())
+        if self.masters is not None and other.masters is not None:
+            pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
+            for mine, theirs in pairs:
+                master = self.masters.master_of(mine)
+                if master is not mine:
+                    master.copy_(other.masters.master_of(theirs))
+                    self.masters.refresh(master)
+        saved = other.optimizer.state_dict()
+        # A plain optimizer takes tensors as they are: both would count steps in one of them.
+        self.optimizer.load_state_dict(copy.deepcopy(saved) if self.host is None else saved)
+        self.generator.set_state(other.generator.get_state())
+        self.losses[:] = other.losses
+
     def weights(self) -> dict[str, Tensor]:
         found = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
         if self.masters is not None:
@@ -202,6 +220,26 @@ class Training:
             for at, state in saved.items()
             for name, value in state.items()
         }
+
+
+def step_once(
+    loss: Tensor,
+    optimizer: torch.optim.Optimizer,
+    host: HostOptimizer | None,
+    clip_norm: float | None = None,
+) -> None:
+    """A step of any model: plainly, or by the optimizer on the host, which clips by itself."""
+    if host is not None:
+        with host.backward():
+            loss.backward()
+        host.step()
+        return
+    loss.backward()
+    if clip_norm is not None:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(owned, clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def plain(recipe: Recipe, steps: int) -> Training:
@@ -238,6 +276,30 @@ def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 def overflowing() -> torch.amp.GradScaler:
     """A scale that the first gradients are too large for, and later ones at times."""
     return torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+
+
+@contextmanager
+def same_batch_again(training: Training) -> Iterator[None]:
+    """The step after this one has the batch of the one inside, which fails."""
+    state = training.generator.get_state()
+    yield
+    training.generator.set_state(state)
+
+
+@contextmanager
+def little_room(monkeypatch: pytest.MonkeyPatch, tensors: int) -> Iterator[None]:
+    """Memory runs out when so many tensors have come to the GPU to be stepped."""
+
+    def scarce(tensor: Tensor, *args: Any) -> Tensor:
+        nonlocal tensors
+        tensors -= 1
+        if tensors < 0:
+            raise torch.OutOfMemoryError("no room")
+        return torch.empty_like(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed_step, "gpu_like", scarce)
+        yield
 
 
 def fail_once(model: Net) -> None:

@@ -49,15 +49,6 @@ class Model(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)

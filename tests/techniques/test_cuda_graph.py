@@ -162,6 +162,21 @@ def test_another_number_of_targets_in_each_batch_is_counted() -> None:
         torch.testing.assert_close(graphed.step(batch, 2), plain.step(batch, 2), rtol=0, atol=0)
 
 
+def test_what_was_forgotten_runs_as_ever_once_before_it_is_captured_again() -> None:
+    """It may have to be compiled anew, which a capture does not allow."""
+    plain, graphed = pair()
+    assert graphed.graph is not None
+    replayed = []
+    for at, batch in enumerate(batches()):
+        if at == 2:
+            graphed.graph.forget()
+        torch.testing.assert_close(graphed.step(batch, 2), plain.step(batch, 2), rtol=0, atol=0)
+        replayed.append(graphed.capture.replays)
+    torch.testing.assert_close(states(graphed), states(plain), rtol=0, atol=0)
+    assert replayed == [0, 4, 4, 8, 12]
+    assert graphed.capture.captures == 2
+
+
 def test_undo_gives_the_gradients_memory_back() -> None:
     _, graphed = pair()
     for batch in batches():

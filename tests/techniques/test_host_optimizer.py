@@ -18,10 +18,13 @@ from host_training import (
     Training,
     adamw,
     fail_once,
+    little_room,
     nearly,
     overflowing,
     plain,
+    same_batch_again,
     same_bits,
+    step_once,
     two_groups,
     warm_up,
 )
@@ -29,7 +32,6 @@ from torch import Tensor, nn
 
 from oomph.errors import BadInput
 from oomph.host.link import InstantLink, Link
-from oomph.techniques import streamed_step
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
@@ -203,14 +205,7 @@ def test_state_of_another_layout() -> None:
         host = HostOptimizer(model, optimizer, link, HostPlacement(bucket=64)) if link else None
         for step in range(4):
             loss = model(torch.full((2, 3, 6, 6), float(step))).square().sum()
-            if host is None:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                with host.backward():
-                    loss.backward()
-                host.step()
+            step_once(loss, optimizer, host)
         return model
 
     for ours, theirs in zip(
@@ -355,10 +350,7 @@ def test_loading_goes_on_as_if_nothing_had_been() -> None:
     theirs = plain(RECIPES["clipped"], 3)
     ours = Training(recipe=RECIPES["clipped"])
     ours.go_to_host(DeferredLink())
-    ours.model.load_state_dict(theirs.model.state_dict())
-    ours.optimizer.load_state_dict(theirs.optimizer.state_dict())
-    ours.generator.set_state(theirs.generator.get_state())
-    ours.losses += theirs.losses
+    ours.go_on_from(theirs)
     same_bits(ours.run(4), theirs.run(4))
 
 
@@ -426,12 +418,10 @@ def test_a_failed_backward_leaves_nothing_behind(name: str) -> None:
     host = training.go_to_host(DeferredLink(), keep_gradients=2000)
     for step in range(STEPS):
         if step == 3:
-            state = training.generator.get_state()
             fail_once(training.model)
-            with pytest.raises(RuntimeError, match="in the middle"):
+            with same_batch_again(training), pytest.raises(RuntimeError, match="in the middle"):
                 training.step(step)
             assert not host.dirty
-            training.generator.set_state(state)
         training.step(step)
     same_bits(training.run(0), plainly(name))
 
@@ -455,23 +445,14 @@ def test_no_memory_in_mid_forward_can_be_made_good(monkeypatch: pytest.MonkeyPat
     host = training.go_to_host(DeferredLink(), keep_gradients=2000)
     for step in range(3):
         training.step(step)
-    state = training.generator.get_state()
-    room = 4
-
-    def scarce(tensor: Tensor, *args: Any) -> Tensor:
-        nonlocal room
-        room -= 1
-        if room < 0:
-            raise torch.OutOfMemoryError("no room")
-        return torch.empty_like(tensor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(streamed_step, "gpu_like", scarce)
-        with pytest.raises(torch.OutOfMemoryError):
-            training.step(3)
+    with (
+        same_batch_again(training),
+        little_room(monkeypatch, 4),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        training.step(3)
     host.abandon()
     host.settle()
-    training.generator.set_state(state)
     for step in range(3, STEPS):
         training.step(step)
     same_bits(training.run(0), plainly("clipped"))
@@ -516,16 +497,7 @@ def test_a_module_that_is_never_called_is_ready_before_all_others() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         host = HostOptimizer(model, optimizer, link, clip_norm=0.1) if link else None
         for _ in range(4):
-            loss = model(torch.ones(2, 4)).square().sum()
-            if host is not None:
-                with host.backward():
-                    loss.backward()
-                host.step()
-            else:
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+            step_once(model(torch.ones(2, 4)).square().sum(), optimizer, host, clip_norm=0.1)
         if host is not None:
             host.settle()
         return list(model.parameters())

@@ -6,7 +6,6 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,16 +21,6 @@ from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.low_bit_state import BLOCK, SLICE, low_bit_state
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small a model takes longer on several, much longer if others use them too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 #: 4,225 elements, so that the last block is not full, and 65, which stay in fp32.
 WIDTH = 65

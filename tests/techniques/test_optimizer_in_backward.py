@@ -60,6 +60,18 @@ def batches(steps: int = 3, parts: int = 2) -> list[list[Tensor]]:
     return [[torch.randn(4, 6) for _ in range(parts)] for _ in range(steps)]
 
 
+def step_once(
+    loss: Tensor, optimizer: torch.optim.Optimizer, in_backward: OptimizerInBackward | None
+) -> None:
+    if in_backward is not None:
+        with in_backward.armed():
+            loss.backward()
+        return
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parts in batches():
         for part in parts:
@@ -150,14 +162,7 @@ def test_each_group_keeps_its_hyper_parameters_and_follows_its_schedule() -> Non
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a scheduler warns if it steps before the optimizer
             for (part,) in batches(steps=4, parts=1):
-                loss = model(part).square().mean()
-                if in_backward is not None:
-                    with in_backward.armed():
-                        loss.backward()
-                else:
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                step_once(model(part).square().mean(), optimizer, in_backward)
                 scheduler.step()
         return model, optimizer
 
@@ -427,20 +432,12 @@ def test_on_a_gpu_the_gradients_never_live_at_once(momentum: float) -> None:
             model.to("cuda")
             options = {"lr": 0.1, "momentum": momentum, "foreach": False}
             optimizer = torch.optim.SGD(model.parameters(), **options)
-            in_backward = OptimizerInBackward(optimizer)
+            in_backward = OptimizerInBackward(optimizer) if armed else None
             x = torch.empty(1, 256, device="cuda")
             for _ in range(2):
                 recorder.reset_peak()
                 before = recorder.allocated
-                loss = model(x).sum()
-                if armed:
-                    with in_backward.armed():
-                        loss.backward()
-                else:
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                del loss
+                step_once(model(x).sum(), optimizer, in_backward)
             return recorder.peak_allocated - before
 
     small = 20 * 256 * 4  # activations

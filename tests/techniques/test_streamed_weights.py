@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import BadInput
-from oomph.host.link import Copy, InstantLink, Link
+from oomph.host.link import Copy, HostWork, InstantLink, Link
 from oomph.techniques.compiled_blocks import compile_block
-from oomph.techniques.host_stepped_weights import HostSteppedWeights
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
@@ -31,6 +31,8 @@ sys.path.append(str(Path(__file__).parents[1] / "host"))
 from deferred_link import DeferredLink, poison
 
 WIDTH, WORDS, LENGTH = 8, 13, 5
+SMALL = 1024
+"""Bytes of a bucket: a block has several."""
 BLOCKS = [f"blocks.{at}" for at in range(4)]
 
 
@@ -100,49 +102,83 @@ class Case:
             net.blocks[2].up.weight.requires_grad_(False)
         for block in net.blocks if self.change is not None else ():
             self.change(block)
-        trained = [p for p in net.parameters() if p.requires_grad]
-        return net, torch.optim.AdamW(trained, lr=1e-2)
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
-    def step(self, net: Net, optimizer: torch.optim.Optimizer, seed: int) -> list[Tensor]:
-        """A training step; gives the loss of each part and the gradients."""
+    def step(
+        self,
+        net: Net,
+        optimizer: torch.optim.Optimizer,
+        seed: int,
+        host: HostOptimizer | None = None,
+    ) -> list[Tensor]:
+        """A training step; gives the loss of each part and the gradients that it made."""
         torch.manual_seed(seed)
         results = []
-        for _ in range(self.parts):
+        for part in range(self.parts):
             tokens = torch.randint(WORDS, (3, LENGTH + 1))
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 logits = net(tokens[:, :-1])
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-            (loss / self.parts).backward()
-            results.append(loss.detach())
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
+            last = part == self.parts - 1
+            with (
+                made_gradients(net) as gradients,
+                host.backward(last=last) if host is not None else contextlib.nullcontext(),
+            ):
+                (loss / self.parts).backward()
+            results += [loss.detach(), *gradients]
+        if host is not None:
+            host.step()
+            return results
         if self.clip is not None:
-            results.append(nn.utils.clip_grad_norm_(owned, self.clip))
-        results += [torch.zeros(1) if p.grad is None else p.grad.clone() for p in owned]
+            nn.utils.clip_grad_norm_(net.parameters(), self.clip)
         optimizer.step()
         optimizer.zero_grad()
         return results
 
 
-class Streaming:
-    """A model with streamed weights that its optimizer steps on the host."""
+@contextlib.contextmanager
+def made_gradients(net: nn.Module) -> Iterator[list[Tensor]]:
+    """The gradients that a backward inside makes, in the order of the parameters."""
+    made: dict[Tensor, Tensor] = {}
+    gradients: list[Tensor] = []
+    trained = [p for p in net.parameters() if p.requires_grad]
+    hooks = [p.register_hook(lambda g, p=p: made.update({p: g.clone()})) for p in trained]
+    try:
+        yield gradients
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gradients += [made[parameter] for parameter in trained]
 
-    def __init__(self, case: Case, link: Link, ahead: int = 1) -> None:
+
+class Streaming:
+    """A model with streamed weights that are stepped; no gradient waits on the GPU."""
+
+    def __init__(self, case: Case, link: Link, ahead: int = 1, host_share: float = 0.0) -> None:
         self.case = case
-        self.link = link
         self.net, self.optimizer = case.make()
         self.streamed = StreamedWeights(self.net, case.blocks, link, ahead=ahead)
-        self.stepped = HostSteppedWeights(self.streamed, self.optimizer, link)
+        placement = HostPlacement(bucket=SMALL, keep_gradients=0, host_share=host_share)
+        self.host: HostOptimizer | None = HostOptimizer(
+            self.net,
+            self.optimizer,
+            link,
+            placement,
+            weights=self.streamed,
+            clip_norm=case.clip,
+        )
 
     def step(self, seed: int) -> list[Tensor]:
-        return self.case.step(self.net, self.optimizer, seed)
+        return self.case.step(self.net, self.optimizer, seed, self.host)
 
     def undo(self) -> None:
-        self.stepped.undo()
+        self.host.undo()
+        self.host = None
         self.streamed.undo()
 
 
 class CountingLink:
-    """Passes everything on; knows how much of what came to the GPU is there at once."""
+    """Passes everything on; knows how many blocks are on the GPU at once."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -151,10 +187,11 @@ class CountingLink:
         self._there: dict[int, weakref.ref[Any]] = {}
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
-        self.fetches += 1
-        storage = target.untyped_storage()
-        self._there[storage._cdata] = weakref.ref(storage)
-        self.most = max(self.most, sum(there() is not None for there in self._there.values()))
+        if source.dtype is torch.uint8:  # a block, and nothing that is stepped
+            self.fetches += 1
+            storage = target.untyped_storage()
+            self._there[storage._cdata] = weakref.ref(storage)
+            self.most = max(self.most, sum(there() is not None for there in self._there.values()))
         return self._link.to_gpu(source, target, after)
 
     def __getattr__(self, name: str) -> Any:
@@ -168,12 +205,22 @@ def assert_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
         assert torch.equal(a, b), (a, b)
 
 
+def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    found, expected = one.state_dict(), other.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert found["state"][number].keys() == state.keys()
+        assert_equal(list(found["state"][number].values()), list(state.values()))
+
+
 def assert_same_training(case: Case, link: Link, steps: int = 3, ahead: int = 1) -> None:
     plain, optimizer = case.make()
     streaming = Streaming(case, link, ahead)
     for seed in range(steps):
         expected = case.step(plain, optimizer, seed)
         assert_equal(streaming.step(seed), expected)
+    assert_same_state(streaming.optimizer, optimizer)
     assert_equal(list(streaming.net.state_dict().values()), list(plain.state_dict().values()))
     streaming.undo()
     assert_equal(list(streaming.net.parameters()), list(plain.parameters()))
@@ -210,7 +257,7 @@ def recomputed_by_torch(block: nn.Module) -> None:
 CASES = {
     "plain": Case(),
     "tied": Case(tied=True),
-    "tied in micro-batches": Case(tied=True, parts=3, clip=0.5),
+    "tied in micro-batches": Case(tied=True, parts=3),
     "frozen": Case(frozen=True, tied=True),
     "dropout": Case(dropout=0.3, parts=2),
     "autocast": Case(autocast=True),
@@ -224,43 +271,58 @@ CASES = {
 }
 
 
+#: Without clipping, weights are stepped inside backward; with it all gradients leave before.
+clipped_or_not = pytest.mark.parametrize("clip", [None, 0.5])
+
+
+@clipped_or_not
 @pytest.mark.parametrize("name", CASES)
-def test_training_gives_the_same_bits(name: str) -> None:
-    assert_same_training(CASES[name], InstantLink())
+def test_training_gives_the_same_bits(name: str, clip: float | None) -> None:
+    assert_same_training(dataclasses.replace(CASES[name], clip=clip), InstantLink())
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("eager", "seed"), [(0.0, 0), (0.3, 1), (0.3, 2)])
+@pytest.mark.parametrize(
+    ("eager", "seed", "clip"), [(0.0, 0, None), (0.0, 0, 0.5), (0.3, 1, None), (0.3, 2, 0.5)]
+)
 def test_training_gives_the_same_bits_however_late_copies_are(
-    name: str, eager: float, seed: int
+    name: str, eager: float, seed: int, clip: float | None
 ) -> None:
-    assert_same_training(CASES[name], DeferredLink(eager=eager, seed=seed), steps=2)
+    case = dataclasses.replace(CASES[name], clip=clip)
+    assert_same_training(case, DeferredLink(eager=eager, seed=seed), steps=2)
 
 
+@clipped_or_not
 @pytest.mark.parametrize("ahead", [0, 2, 9])
-def test_any_number_of_blocks_may_come_ahead(ahead: int) -> None:
-    assert_same_training(CASES["tied in micro-batches"], DeferredLink(), ahead=ahead)
+def test_any_number_of_blocks_may_come_ahead(ahead: int, clip: float | None) -> None:
+    case = dataclasses.replace(CASES["tied in micro-batches"], clip=clip)
+    assert_same_training(case, DeferredLink(), ahead=ahead)
 
 
+@clipped_or_not
 @pytest.mark.parametrize("name", CASES)
-def test_no_more_blocks_are_on_the_gpu_than_run_and_come_next(name: str) -> None:
+def test_no_more_blocks_are_on_the_gpu_than_run_and_come_next(
+    name: str, clip: float | None
+) -> None:
     link = CountingLink(DeferredLink(eager=0.5))
-    streaming = Streaming(CASES[name], link)
-    # Of gradients, of which a few come back too, there are none here: they are never added to.
-    case = dataclasses.replace(CASES[name], parts=1)
+    streaming = Streaming(dataclasses.replace(CASES[name], clip=clip), link)
     for seed in range(3):
-        case.step(streaming.net, streaming.optimizer, seed)
+        streaming.step(seed)
     assert link.most == 2
 
 
-def test_the_last_blocks_of_forward_are_the_first_of_backward() -> None:
-    """What is here is not fetched again: each block but the last two comes twice in a step."""
+@clipped_or_not
+def test_the_last_blocks_of_forward_are_the_first_of_backward(clip: float | None) -> None:
+    """What is here is not fetched again: each block but the last two comes twice in a step.
+
+    Where a block is stepped when its forward comes, it comes with that.
+    """
     link = CountingLink(InstantLink())
-    streaming = Streaming(Case(), link)
+    streaming = Streaming(Case(clip=clip), link)
     for seed in range(3):
         link.fetches = 0
         streaming.step(seed)
-    assert link.fetches == 4 + 2
+    assert link.fetches == (4 + 2 if clip is None else 2)
 
 
 def test_copies_of_weights_by_autocast_do_not_outlive_their_block(
@@ -416,13 +478,9 @@ def test_a_state_of_the_optimizer_from_before_goes_on() -> None:
     case.step(plain, optimizer, 0)
     case.step(net, other, 0)
     streamed = StreamedWeights(net, BLOCKS, InstantLink())
-    stepped = HostSteppedWeights(streamed, other, InstantLink())
-    assert_equal(case.step(net, other, 1), case.step(plain, optimizer, 1))
-    assert stepped.leaf_of(streamed.host_weight(net.blocks[0].scale)) is net.blocks[0].scale
-    saved, expected = other.state_dict(), optimizer.state_dict()
-    assert saved["param_groups"] == expected["param_groups"]
-    for number, state in expected["state"].items():
-        assert_equal(list(saved["state"][number].values()), list(state.values()))
+    host = HostOptimizer(net, other, InstantLink(), weights=streamed)
+    assert_equal(case.step(net, other, 1, host), case.step(plain, optimizer, 1))
+    assert_same_state(other, optimizer)
 
 
 # --- With other techniques ------------------------------------------------------------------------
@@ -459,7 +517,7 @@ def test_compiled_blocks_are_compiled_once_and_give_the_same_bits(
         compile_block(block)
 
     with compiled_eagerly(monkeypatch) as graphs:
-        case = Case(change=change, autocast=autocast)
+        case = Case(change=change, autocast=autocast, clip=0.5)
         plain, optimizer = case.make()
         case.step(plain, optimizer, 0)
         compiled_plainly = len(graphs)
@@ -474,23 +532,25 @@ def test_compiled_blocks_are_compiled_once_and_give_the_same_bits(
         assert link.most == 2
 
 
+@clipped_or_not
 @pytest.mark.parametrize("change", [None, recompute])
 def test_activations_are_offloaded_beside_weights(
-    change: Callable[[nn.Module], Any] | None,
+    change: Callable[[nn.Module], Any] | None, clip: float | None
 ) -> None:
-    case = Case(change=change, tied=True)
+    case = Case(change=change, tied=True, clip=clip)
     plain, optimizer = case.make()
     link = DeferredLink(eager=0.3)
     streaming = Streaming(case, link)
     offload = ActivationOffload(link, streaming.net, device_type="cpu", smallest=0)
     for block in streaming.net.blocks:
         offload.wrap(block)
-    gradients = sum(p.nbytes for p in streaming.streamed.parameters)
+    alone = DeferredLink(eager=0.3)
+    beside = Streaming(case, alone)
     for seed in range(2):
-        out = link.bytes["out"]
         assert_equal(streaming.step(seed), case.step(plain, optimizer, seed))
+        beside.step(seed)
         inputs = 4 * 3 * LENGTH * WIDTH * 4
-        assert link.bytes["out"] - out >= gradients + inputs
+        assert link.bytes["out"] - alone.bytes["out"] >= (1 + seed) * inputs
     offload.undo()
     streaming.undo()
 
@@ -532,23 +592,39 @@ class FollowedCopy:
 
 
 class FollowingLink(InstantLink):
-    """Knows who waited for its copies to the GPU: the computing stream, or the host."""
+    """Knows who waited for its copies of blocks: the computing stream, the host or its writes."""
 
     def __init__(self) -> None:
         self.copies: list[FollowedCopy] = []
+        self.before_writes: list[Copy] = []
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
-        super().to_gpu(source, target)
+        copy = super().to_gpu(source, target)
+        if source.dtype is not torch.uint8:
+            return copy
         self.copies.append(FollowedCopy())
         return self.copies[-1]
 
+    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        self.before_writes += after
+        return super().to_host(source, target)
 
-def test_the_host_waits_for_no_copy_before_it_writes() -> None:
+    def host_work(
+        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+    ) -> HostWork:
+        self.before_writes += after
+        return super().host_work(work, nbytes)
+
+
+@pytest.mark.parametrize("host_share", [0.0, 1.0])
+def test_the_host_waits_for_no_copy_before_it_writes(host_share: float) -> None:
     link = FollowingLink()
-    streaming = Streaming(Case(), link)
-    streaming.net(torch.zeros(2, LENGTH, dtype=torch.long)).sum().backward()
+    # Clipped: nothing is written before all gradients are there.
+    streaming = Streaming(Case(clip=0.5), link, host_share=host_share)
+    loss = streaming.net(torch.zeros(2, LENGTH, dtype=torch.long)).sum()
+    with streaming.host.backward():
+        loss.backward()
     assert link.copies
-    assert not any(copy.is_finished for copy in link.copies)
     assert all(copy.is_waited for copy in link.copies)
     first, last = (streaming.net.blocks[at].scale for at in (0, 3))
     assert streaming.streamed.before_write(first) == link.copies[-1:]
@@ -556,8 +632,11 @@ def test_the_host_waits_for_no_copy_before_it_writes() -> None:
     came_last = [
         copy for w in streaming.streamed.parameters for copy in streaming.streamed.before_write(w)
     ]
-    streaming.optimizer.step()
-    assert all(copy.is_finished for copy in came_last)
+    assert not any(copy in link.before_writes for copy in came_last)
+    streaming.host.step()
+    streaming.host.settle()
+    assert all(copy in link.before_writes for copy in came_last)
+    assert not any(copy.is_finished for copy in link.copies)
 
 
 def test_a_write_that_fails_leaves_no_half_of_a_block_behind() -> None:
@@ -589,11 +668,14 @@ def test_a_backward_that_needs_weights_from_before_a_step_is_refused() -> None:
     streaming = Streaming(Case(blocks=["embed", *BLOCKS, "head"]), InstantLink())
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     early, late = (streaming.net(tokens).sum() for _ in range(2))
-    late.backward()
-    streaming.optimizer.step()
-    with pytest.raises(BadInput, match="changed after the forward"):
+    with streaming.host.backward():
+        late.backward()
+    streaming.host.step()
+    with (
+        pytest.raises(BadInput, match="changed after the forward"),
+        streaming.host.backward(),
+    ):
         early.backward()
-    streaming.optimizer.zero_grad()
     streaming.step(0)
 
 
@@ -621,7 +703,7 @@ def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
 
 
 def test_a_failed_forward_or_backward_leaves_everything_usable() -> None:
-    case = Case(tied=True, dropout=0.2)
+    case = Case(tied=True, dropout=0.2, clip=0.5)
     plain, optimizer = case.make()
     streaming = Streaming(case, DeferredLink())
 
@@ -635,9 +717,10 @@ def test_a_failed_forward_or_backward_leaves_everything_usable() -> None:
     ):
         handle = spoil()
         with pytest.raises(ArithmeticError):
-            streaming.net(tokens).sum().backward()
+            loss = streaming.net(tokens).sum()
+            with streaming.host.backward():
+                loss.backward()
         handle.remove()
-        streaming.optimizer.zero_grad()
     plain.load_state_dict(streaming.net.state_dict())  # buffers count what they saw
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert_equal(streaming.step(0), case.step(plain, optimizer, 0))

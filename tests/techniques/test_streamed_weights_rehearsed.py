@@ -16,7 +16,7 @@ from oomph.rehearsal.compiled import stand_in_for_compiled
 from oomph.rehearsal.link import REACHED, RehearsedLink
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
-from oomph.techniques.host_stepped_weights import IN_FLIGHT, HostSteppedWeights
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
 from oomph.timing.clock import Clock
@@ -25,6 +25,8 @@ GPU = find_gpu("h200")
 LAYERS, WIDTH = 8, 2048
 BLOCK = 2 * 4 * WIDTH * WIDTH
 """Bytes of a block's weights in fp32."""
+BUCKET, BUCKETS = BLOCK // 4, 2
+"""Bytes that are stepped together, and how many of these may be under way."""
 LINK = REACHED * GPU.host_link
 SLACK = 1 << 20
 """Bytes of placeholders, results of a row or two and the like."""
@@ -44,7 +46,7 @@ class Block(nn.Module):
 class Rehearsed:
     recorder: Recorder
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    host: HostOptimizer
     batch: Tensor
     autocast: bool = False
 
@@ -58,13 +60,12 @@ class Rehearsed:
         with torch.autocast("cuda", torch.bfloat16) if self.autocast else nullcontext():
             return self.model(self.batch).float().sum()
 
-    def step(self) -> float:
-        """Seconds of a step."""
-        begun = self.recorder.seconds
-        self.forward().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self.recorder.seconds - begun
+    def step(self) -> None:
+        loss = self.forward()
+        with self.host.backward():
+            loss.backward()
+        self.host.step()
+        self.host.settle()
 
     def evaluate(self) -> float:
         begun = self.recorder.seconds
@@ -93,9 +94,11 @@ def rehearsed(
         link = RehearsedLink(recorder, GPU)
         paths = [str(at) for at in range(LAYERS)]
         streamed = StreamedWeights(model, paths, link, ahead=ahead)
-        HostSteppedWeights(streamed, optimizer, link)
+        # All that the GPU has of the step are gradients on their way out.
+        placement = HostPlacement(host_share=1.0, bucket=BUCKET, ahead=BUCKETS)
+        host = HostOptimizer(model, optimizer, link, placement, weights=streamed)
         batch = torch.empty(rows, WIDTH, device="cuda", requires_grad=True)
-        yield Rehearsed(recorder, model, optimizer, batch, autocast)
+        yield Rehearsed(recorder, model, host, batch, autocast)
 
 
 HOWS: dict[str, dict[str, bool]] = {
@@ -119,9 +122,10 @@ def test_the_gpu_holds_the_blocks_that_run_and_come(ahead: int, how: dict[str, b
         job.recorder.reset_peak()
         loss = job.forward()
         assert here <= job.recorder.peak_allocated - job.workspaces <= here + casts + SLACK
-        loss.backward()
+        with job.host.backward():
+            loss.backward()
         # One gradient is made while others leave; autocast's is made in two types.
-        gradients = IN_FLIGHT + BLOCK + casts
+        gradients = BUCKETS * BUCKET + BLOCK + casts
         assert job.recorder.peak_allocated - job.workspaces <= here + casts + gradients + SLACK
         assert job.recorder.timeline.host_bytes >= LAYERS * BLOCK
 

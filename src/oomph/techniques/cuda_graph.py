@@ -129,8 +129,11 @@ class GraphedParts:
             self._trained = [tensor for tensor in owned if tensor.grad is not None]
 
     def forget(self) -> None:
-        """Something failed: nobody knows which tensors are still where they were captured."""
-        self._captured, self._gradients = None, []
+        """Something failed or is other than it was: the next step is like the first again.
+
+        Nobody knows which tensors are still where they were, and what has to be compiled anew.
+        """
+        self._captured, self._gradients, self._trained = None, [], None
 
     def undo(self) -> None:
         """Give back the memory of the graph and the gradients."""

@@ -68,6 +68,7 @@ from oomph.techniques.optimizer_twin import (
 )
 from oomph.techniques.partial_steps import tell_followers
 from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets
+from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import StreamedWeights
 
@@ -140,9 +141,16 @@ class HostOptimizer:
         self._masters_hidden = False
         self._state = HostState(link, optimizer)
         self._gradients = LeavingGradients(link, placement.bucket * placement.ahead)
-        parts = (link, optimizer, self._state, self._host_masters, self._note_rounded, weights)
-        self._streamed = StreamedStep(*parts)
-        self._host = HostStep(*parts)
+        parts = StepParts(
+            link=link,
+            optimizer=optimizer,
+            state=self._state,
+            masters=self._host_masters,
+            weights=weights,
+            rounded=self._note_rounded,
+        )
+        self._streamed = StreamedStep(parts)
+        self._host = HostStep(parts)
         self._first_use = FirstUse(
             model, repeated_blocks(model) if blocks is None else blocks, self._before_unit
         )
@@ -317,8 +325,14 @@ class HostOptimizer:
             self._host.make_room(trained)
             self._place_counter(trained, torch.device("cpu"))
         size, may_cut = self._placement.bucket, is_elementwise(self._optimizer)
+
+        def block(trained: Trained) -> int | None:
+            return unit_of.get(trained.leaf) if trained.away is not None else None
+
+        # A block whose weights are away is stepped when it comes: all of it, and nothing else.
+        blocks = [list(some) for _, some in itertools.groupby(streamed, key=block)]
         self._order = _Order(
-            make_buckets(streamed, size, may_cut=may_cut),
+            [bucket for some in blocks for bucket in make_buckets(some, size, may_cut=may_cut)],
             make_buckets(on_host, size, may_cut=may_cut),
             _leaving(streamed, self._placement.keep_gradients) | set(on_host),
             [trained for trained in ordered if trained.leaf not in unit_of],
@@ -487,10 +501,11 @@ class HostOptimizer:
         if self._next is None or self._backward_is_last is not None:
             return  # nothing is under way, or this is a recomputation
         self._check_whole()
+        # Weights that are away are asked for when they are fetched.
         parameters = [
-            self._by_leaf[leaf]
+            trained
             for leaf in self._first_use.parameters_of(unit)
-            if leaf in self._by_leaf
+            if (trained := self._by_leaf.get(leaf)) is not None and trained.away is None
         ]
         self._advance(max((self._order.stop.get(t, 0) for t in parameters), default=0))
         with self._or_dirty():
@@ -519,9 +534,10 @@ class HostOptimizer:
             if t in self._order.host_stepped
             for bucket in self._order.buckets_of[t]
         ]
-        if not now and not self._host.are_done(on_host):
-            return False
-        self._advance(max((self._order.stop.get(t, 0) for t in trained), default=0))
+        stop = max((self._order.stop.get(t, 0) for t in trained), default=0)
+        if not now and (stop > self._next or not self._host.are_done(on_host)):
+            return False  # what the GPU steps is put in place when the block runs
+        self._advance(stop)
         with self._or_dirty():
             self._host.finish(on_host)
         return True

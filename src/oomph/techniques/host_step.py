@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy, HostWork, Link
-from oomph.techniques.host_state import HostState
+from oomph.host.link import Copy, HostWork
 from oomph.techniques.host_tensors import host_tensor
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
+from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import scale
-from oomph.techniques.streamed_weights import StreamedWeights
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,26 +37,12 @@ class _Turn:
 
 
 class HostStep:
-    """Steps buckets on the host; `rounded` is told of each parameter whose master was stepped.
+    """Steps buckets on the host; weights that are there anyway are stepped in place."""
 
-    `weights` are those that are on the host anyway: they are stepped, or rounded to, in place.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        optimizer: torch.optim.Optimizer,
-        state: HostState,
-        masters: Mapping[Trained, Tensor],
-        rounded: Callable[[Tensor], None],
-        weights: StreamedWeights | None,
-    ) -> None:
-        self._link = link
-        self._away = weights
-        self._twin = OptimizerTwin(optimizer, on_host=True)
-        self._state = state
-        self._masters = masters
-        self._rounded = rounded
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._link = parts.link
+        self._twin = OptimizerTwin(parts.optimizer, on_host=True)
         #: What goes back to the GPU: the host's weights, or what its masters round to.
         self._weights: dict[Trained, Tensor] = {}
         #: The version that a parameter had when the host's copy was made or sent back.
@@ -92,12 +77,12 @@ class HostStep:
             groups,
             coefficient[0] if coefficient is not None else None,
         )
-        begun = self._link.host_work(work, _traffic(pieces), after)
+        begun = self._link.host_work(work, _traffic(pieces, coefficient is not None), after)
         self._turns[bucket] = _Turn(pieces=pieces, work=begun, after=after)
         for trained in slots:
             if trained.away is not None:
-                assert self._away is not None
-                self._away.written(trained.leaf, [begun])
+                assert self._parts.weights is not None
+                self._parts.weights.written(trained.leaf, [begun])
 
     def return_done(self) -> None:
         """Begin to bring back what is stepped by now."""
@@ -121,7 +106,7 @@ class HostStep:
             for trained in {piece.trained for piece in turn.pieces}:
                 self._versions[trained] = trained.leaf._version
                 if trained.has_master:
-                    self._rounded(trained.owned)
+                    self._parts.rounded(trained.owned)
         self._turns = {bucket: t for bucket, t in self._turns.items() if t not in turns}
 
     @property
@@ -155,8 +140,8 @@ class HostStep:
         A parameter that somebody else wrote to, or that was not copied yet, is copied.
         """
         if trained.away is not None:
-            assert self._away is not None
-            return self._away.before_write(trained.leaf)
+            assert self._parts.weights is not None
+            return self._parts.weights.before_write(trained.leaf)
         if trained.has_master or self._versions.get(trained) == trained.leaf._version:
             return []
         self._versions[trained] = trained.leaf._version
@@ -173,22 +158,23 @@ class HostStep:
         for piece in pieces:
             trained = piece.trained
             stepped = piece.of(
-                self._masters[trained] if trained.has_master else self._weights[trained]
+                self._parts.masters[trained] if trained.has_master else self._weights[trained]
             )
             gradient = piece.of(slots[trained]).to(stepped.dtype)
             scale([gradient], coefficient)
             stepped.grad = gradient
-            on_host = self._state.tensors(piece)
-            before = {**self._state.scalars(piece), **on_host}
+            on_host = self._parts.state.tensors(piece)
+            before = {**self._parts.state.scalars(piece), **on_host}
             (after,) = self._twin.step(groups[trained.group], [stepped], [before])
             stepped.grad = None
-            for name, target in self._state.store(piece, after).items():
+            for name, target in self._parts.state.store(piece, after).items():
                 if after[name] is not on_host.get(name):
                     target.copy_(after[name])
             if trained.has_master:
                 piece.of(self._weights[trained]).copy_(stepped)
 
 
-def _traffic(pieces: Sequence[Piece]) -> int:
-    """Bytes that a step of AdamW reads and writes of them: seven numbers each."""
-    return sum(7 * piece.numel * piece.trained.owned.element_size() for piece in pieces)
+def _traffic(pieces: Sequence[Piece], clipped: bool) -> int:
+    """Bytes that a step of AdamW reads and writes of them: seven numbers each, to clip two more."""
+    numbers = 9 if clipped else 7
+    return sum(numbers * piece.numel * piece.trained.owned.element_size() for piece in pieces)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
-from oomph.host.link import Copy, Link
-from oomph.techniques.host_state import HostState
+from oomph.host.link import Copy
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
-from oomph.techniques.streamed_weights import StreamedWeights
+from oomph.techniques.step_parts import StepParts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,26 +34,12 @@ class _Visit:
 
 
 class StreamedStep:
-    """Steps buckets on the GPU; `rounded` is told of each parameter whose master was stepped.
+    """Steps buckets on the GPU; what was stepped of weights on the host goes back there."""
 
-    `weights` are those that are on the host: what was stepped of them goes back there.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        optimizer: torch.optim.Optimizer,
-        state: HostState,
-        masters: Mapping[Trained, Tensor],
-        rounded: Callable[[Tensor], None],
-        weights: StreamedWeights | None,
-    ) -> None:
-        self._link = link
-        self._weights = weights
-        self._twin = OptimizerTwin(optimizer)
-        self._state = state
-        self._masters = masters
-        self._rounded = rounded
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._link = parts.link
+        self._twin = OptimizerTwin(parts.optimizer)
         self._visits: dict[Bucket, _Visit] = {}
         self._gradients: dict[Bucket, tuple[dict[Piece, Tensor], list[Copy]]] = {}
         #: By bucket that was stepped: the copies of what is leaving.
@@ -69,7 +54,7 @@ class StreamedStep:
         pairs: list[tuple[Tensor, Tensor]] = []
         for piece in bucket.pieces:
             device = piece.trained.leaf.device
-            on_host = self._state.tensors(piece)
+            on_host = self._parts.state.tensors(piece)
             visit.state[piece] = {name: gpu_like(t, device) for name, t in on_host.items()}
             pairs += zip(on_host.values(), visit.state[piece].values(), strict=True)
             if (home := self._home(piece.trained)) is not None:
@@ -125,12 +110,12 @@ class StreamedStep:
             ]
             for tensor, gradient in zip(stepped, scaled, strict=True):
                 tensor.grad = gradient
-            before = [{**self._state.scalars(p), **visit.state.pop(p)} for p in pieces]
+            before = [{**self._parts.state.scalars(p), **visit.state.pop(p)} for p in pieces]
             after = self._twin.step(groups[group], stepped, before)
             del before
             for piece, tensor, state in zip(pieces, stepped, after, strict=True):
                 tensor.grad = None
-                for name, target in self._state.store(piece, state).items():
+                for name, target in self._parts.state.store(piece, state).items():
                     leaving.append(self._link.to_host(state[name], target))
                 leaving += self._return(piece, tensor)
         if leaving:
@@ -140,21 +125,22 @@ class StreamedStep:
         """Put what was stepped where it belongs."""
         trained, copies = piece.trained, []
         if trained.has_master:
-            copies.append(self._link.to_host(stepped, piece.of(self._masters[trained])))
+            copies.append(self._link.to_host(stepped, piece.of(self._parts.masters[trained])))
             if trained.away is None:
                 piece.of(trained.leaf).copy_(stepped)
-            self._rounded(trained.owned)
+            self._parts.rounded(trained.owned)
         if trained.away is not None:
-            assert self._weights is not None
+            assert self._parts.weights is not None
             weights = stepped.to(trained.leaf.dtype)
-            reads = self._weights.before_write(trained.leaf)
+            reads = self._parts.weights.before_write(trained.leaf)
             copies.append(self._link.to_host(weights, piece.of(trained.away), reads))
-            self._weights.written(trained.leaf, copies[-1:])  # and all of this way before it
+            self._parts.weights.written(trained.leaf, copies[-1:])  # and all of this way before it
+            self._parts.weights.put(trained.leaf, piece.of, weights)
         return copies
 
     def _home(self, trained: Trained) -> Tensor | None:
         """What of a parameter is on the host and is stepped: its master, or its weights."""
-        return self._masters.get(trained, trained.away)
+        return self._parts.masters.get(trained, trained.away)
 
     def release(self, most: int = 0) -> None:
         """Wait for the buckets on their way to the host, but for the last `most`."""

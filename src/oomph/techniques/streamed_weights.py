@@ -39,7 +39,6 @@ from torch.utils.hooks import RemovableHandle
 from oomph.errors import BadInput
 from oomph.host.link import Copy, Link
 from oomph.techniques.host_tensors import brought_home
-from oomph.techniques.optimizer_in_backward import weakly
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
 from oomph.techniques.weight_blocks import (
@@ -102,9 +101,10 @@ class StreamedWeights:
         self._casts: dict[int, _Cast] = {}
         self._moment: _Moment | None = None
         self._follows: dict[_Moment, _Moment] = {}
-        self._take: Callable[[nn.Parameter, Tensor], None] | None = None
         #: Asked before the host's numbers of a block are read; see `ask_before_reading`.
         self._may_read: MayRead | None = None
+        #: The block that is about to be fetched, and what was put into its memory meanwhile.
+        self._arrival: _Arrival | None = None
         self._handles: list[RemovableHandle] = []
         self._put_back: list[Undo] = []
         streamed = streamed_by(model, modules.values())
@@ -171,6 +171,22 @@ class StreamedWeights:
             else:
                 self._drop(unit)
 
+    def put(self, parameter: Tensor, piece: Callable[[Tensor], Tensor], numbers: Tensor) -> None:
+        """New numbers of a piece of a parameter are on the GPU, by its computing stream.
+
+        If its block is about to be fetched, they need not come from the host.
+        """
+        arrival = self._arrival
+        assert isinstance(parameter, nn.Parameter)
+        place = arrival.unit.places.get(parameter) if arrival is not None else None
+        if arrival is None or place is None:
+            return
+        if arrival.memory is None:
+            nbytes = arrival.unit.nbytes
+            arrival.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        piece(place.view(arrival.memory)).copy_(numbers)
+        arrival.missing[parameter] -= numbers.nbytes
+
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, numbers: Tensor) -> None:
         """Give a parameter other numbers, at once."""
@@ -202,37 +218,9 @@ class StreamedWeights:
         for write in (write for several in writes.values() for write in several):
             write.finish()
 
-    def prefetch(self) -> None:
-        """Begin to bring the blocks that are expected next, after the host's numbers changed."""
-        self._drop_outdated()
-        if self._moment is not None:
-            with _plainly():
-                for unit in self._expected(self._moment):
-                    self._fetch(unit, now=False)
-
     def origin(self, parameter: Tensor) -> torch.device:
         """Where a parameter was before, and will be again."""
         return self._origins[parameter]
-
-    def hand_gradients(self, take: Callable[[nn.Parameter, Tensor], None]) -> Undo:
-        """Have `take` called with each gradient once backward has made it.
-
-        The gradient is not kept otherwise: the parameter's `grad` stays None.
-        """
-        self._take = take
-        hook = weakly(self._arrived)
-        handles = [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for parameter in self._hosts
-            if parameter.requires_grad
-        ]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-            self._take = None
-
-        return undo
 
     def undo(self) -> None:
         """Every weight is where it was before, with the numbers that it has now."""
@@ -257,12 +245,6 @@ class StreamedWeights:
         self._follows.clear()
         self._versions.clear()
         self._moment = None
-
-    def _arrived(self, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is not None and self._take is not None:
-            assert isinstance(leaf, nn.Parameter)
-            self._take(leaf, gradient)
 
     # -- setting up -------------------------------------------------------------------------------
 
@@ -392,15 +374,18 @@ class StreamedWeights:
 
     def _fetch(self, unit: Unit, *, now: bool) -> None:
         """Begin to bring a block's weights; `now` says that it is about to run."""
-        if self._may_read is not None and not self._may_read(list(unit.places), now) and not now:
+        arrival = self._arrival = _Arrival.of(unit)
+        try:
+            may_read = self._may_read is None or self._may_read(list(unit.places), now)
+        finally:
+            self._arrival = None
+        if unit.memory is not None or not (may_read or now):
             return
-        if unit.memory is not None:
-            return
-        memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
+        memory = arrival.memory
+        if memory is None:
+            memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
         after = [write for parameter in unit.places for write in self._writes.get(parameter, ())]
-        own = unit.slab.numel()
-        pairs = [(unit.slab, memory[:own])] if own else []
-        pairs += [(source, place.bytes_in(memory)) for source, place in unit.borrowed]
+        pairs = arrival.copies_into(memory)
         unit.memory, unit.copies = memory, []
         unit.versions = {parameter: self._versions[parameter] for parameter in unit.places}
         self._residents.append(unit)
@@ -578,6 +563,37 @@ class StreamedWeights:
                 version=cast._version,
                 storage=weakref.ref(storage, forget),
             )
+
+
+@dataclass(kw_only=True)
+class _Arrival:
+    """A block on its way to the GPU."""
+
+    unit: Unit
+    missing: dict[nn.Parameter, int]
+    """By parameter: bytes that nobody has put into the memory."""
+    memory: Tensor | None = None
+    """There once something was put into it."""
+
+    @classmethod
+    def of(cls, unit: Unit) -> _Arrival:
+        """Of which nothing is there yet."""
+        missing = {parameter: place.nbytes for parameter, place in unit.places.items()}
+        return cls(unit=unit, missing=missing)
+
+    def copies_into(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What must still come from the host, and where it belongs."""
+        unit = self.unit
+        if self.memory is None:
+            own = unit.slab.numel()
+            pairs = [(unit.slab, memory[:own])] if own else []
+            return pairs + [(source, place.bytes_in(memory)) for source, place in unit.borrowed]
+        lent = {place: source for source, place in unit.borrowed}
+        return [
+            (lent.get(place, place.bytes_in(unit.slab)), place.bytes_in(memory))
+            for parameter, place in unit.places.items()
+            if self.missing[parameter]
+        ]
 
 
 @dataclass(frozen=True)
