@@ -99,6 +99,30 @@ def test_the_planner_believes_the_timer_and_asks_for_one_block_of_a_class(timed:
         assert made.predicted.seconds >= 4 * 0.01
 
 
+class SlowInParts(MadeUpTimer):
+    """Says that recomputing takes long, and that parts of a batch take longer still."""
+
+    def time(self, choices: Choices, menus: Mapping[str, Sequence[str]]) -> Times:
+        self.asked.append(str(choices.micro_batch))
+        slower = 1.0 if choices.micro_batch is None else 100.0
+        return {
+            (path, how): slower * (0.01 if how == KEEP else 1.0)
+            for path, menu in menus.items()
+            for how in menu
+        }
+
+
+def test_a_plan_that_wins_by_real_seconds_was_timed_itself() -> None:
+    made_up: Any = SlowInParts()
+    job = Job(Model, loss, "adamw", lambda: torch.randn(4096, 8))
+    needed = plan(job, budget="1GiB").predicted.peak.allocated
+    made = plan(job, budget=needed * 2 // 3, timer=made_up)
+    # Told of the whole batch, parts seem to be faster; timed, they are not.
+    assert made_up.asked[0] == "None" and len(made_up.asked) > 1
+    assert len(set(made_up.asked)) == len(made_up.asked), "each size is timed once"
+    assert made.choices.micro_batch is None
+
+
 def test_fit_times_the_blocks_of_the_users_own_model_when_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from oomph.errors import BadInput, CannotRehearse, DoesNotFit
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU, find_gpu
+from oomph.gpus.profile import load_profile
 from oomph.job import Job, batch_size, make_batch
 from oomph.planning.audition import (
     Audition,
@@ -38,10 +39,12 @@ from oomph.planning.changes import describe_changes, fusing_rounds
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import size_notes
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
+from oomph.planning.refining import refine
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.compiled import forget_compiled
+from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Timeline
@@ -62,7 +65,7 @@ WORTH_HEARING = 1e-6
 FIRST_MARGIN = 0.015
 #: The part of the room for tensors that stays free where something leaves the GPU: what is on its
 #: way is freed when copies are done; with nothing to spare the allocator empties its cache for it.
-COPY_MARGIN = 0.03
+COPY_MARGIN = 0.05
 #: How much slower than without a limit a plan must be for others to leave the GPU.
 LEAVE_FROM = 1.25
 #: How much slower than with everything kept a plan may be for nothing more to leave the GPU.
@@ -75,6 +78,8 @@ LEAST_AHEAD = 4
 RETRY_SECONDS = 4e-3
 #: How often a plan that failed its check is solved again with less room.
 MOST_CHECKS = 12
+#: How many ways to run blocks are timed for real, at most.
+MOST_TIMED = 4
 
 Say = Callable[[str], None]
 
@@ -172,12 +177,15 @@ class Planner:
     """Whether what leaves the GPU is heard."""
     _like: Choices | None = None
     """What all plans share from now on; None while there is no plan yet."""
-    _timed: tuple[Times, Audition] | None = None
-    """Real seconds of blocks, and the way to run them that they were taken of."""
+    _told: list[Audition] = dataclasses.field(default_factory=list)
+    """What was heard, by the clock alone."""
+    _timed: dict[_Pace, tuple[Times, Audition]] = dataclasses.field(default_factory=dict)
+    """Real seconds of blocks, and what was told of the way to run them that they are of."""
     _slower: dict[_Way, float] = dataclasses.field(default_factory=dict)
     """By the way to run the job: rehearsed seconds over those that its audition gave."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
+    @only_new_garbage()
     def plan(self) -> Plan:
         """The fastest plan within the budget."""
         began = time.perf_counter()
@@ -191,6 +199,7 @@ class Planner:
             forget_compiled()
         return self._report(candidate, estimate, changes, time.perf_counter() - began)
 
+    @only_new_garbage()
     def plan_like(self, plan: Plan, budget: int) -> Plan:
         """The fastest plan within another budget whose numbers are made of the same as `plan`'s.
 
@@ -318,9 +327,16 @@ class Planner:
             away.append(dataclasses.replace(away[0], gradient_room=0))
         paths = tuple(block.path for block in self.found.blocks)
         away += [dataclasses.replace(one, weights_away=paths) for one in away if paths]
+        if paths and away[-1].gradient_room is not None:
+            # Weights that are away leave room for gradients, which come when others are gone.
+            half = self._gradient_bytes(base) // 2
+            away.insert(-1, dataclasses.replace(away[-1], gradient_room=half))
         most = away[-1].state_ahead
         fewer = dict.fromkeys((max(2 * most // 3, LEAST_AHEAD), LEAST_AHEAD))
         return away + [dataclasses.replace(away[-1], state_ahead=n) for n in fewer if n < most]
+
+    def _gradient_bytes(self, choices: Choices) -> int:
+        return (2 if choices.precision == "bf16" else 4) * self.found.trainable
 
     def _base(self, plain: Choices, size: int | None) -> Choices:
         """The same with micro-batches of this size, and what goes with that."""
@@ -381,9 +397,9 @@ class Planner:
             one = before or self._hear(base)
             if one is None:
                 return self._hear_size(size)
-            if before is None and self._timed is not None:
-                real, timed = self._timed
-                one = one.timed(_share(real, one, timed))
+            if before is None:
+                self._told.append(one)
+                one = self._by_real_clock(one)
             heard.append(one)
         self.heard += [one for one in heard if one not in self.heard]
         return heard
@@ -487,27 +503,50 @@ class Planner:
         return variants
 
     def _time_the_best(self) -> None:
-        """Replace the clock's seconds by real ones, for the ways to run blocks that may win."""
-        best = self._fastest(self._rooms(), set()) if self.timer is not None else None
-        if self.timer is None or best is None or not self.found.blocks:
+        """Replace the clock's seconds by real ones, until what is fastest was timed itself."""
+        if self.timer is None or not self.found.blocks:
             return
+        for _ in range(MOST_TIMED):
+            best = self._fastest(self._rooms(), set())
+            # Whoever waits for the host alone is timed as that; a graph does not.
+            if best is None or best.choices.cuda_graph or _pace(best.choices) in self._timed:
+                return
+            told = next(one for one in self._told if one.choices == best.heard.choices)
+            self._timed[_pace(best.choices)] = self._time_blocks(self.timer, best.choices), told
+            self.heard = [self._by_real_clock(one) for one in self._told]
+
+    def _time_blocks(self, timer: BlockTimer, choices: Choices) -> Times:
+        """Real seconds of the ways to run blocks that may win."""
         self.say("timing blocks")
         # One block stands for its class, not one at an end of the chain where there is another.
         inner_first = [*self.found.blocks[1:-1], *self.found.blocks]
         stands_for = {block.kind: block.path for block in reversed(inner_first)}
         kinds = {block.path: block.kind for block in self.found.blocks}
         menus: dict[str, list[str]] = {path: [KEEP, RECOMPUTE] for path in stands_for.values()}
-        for path, how in best.choices.blocks.items():
+        for path, how in choices.blocks.items():
             menus[stands_for[kinds[path]]].append(how)
-        times = self.timer.time(best.choices, menus)
-        real = {
+        times = timer.time(choices, menus)
+        return {
             (path, how): seconds
             for path, kind in kinds.items()
             for (timed, how), seconds in times.items()
             if timed == stands_for[kind]
         }
-        self._timed = real, best.heard
-        self.heard = [heard.timed(_share(real, heard, best.heard)) for heard in self.heard]
+
+    def _by_real_clock(self, told: Audition) -> Audition:
+        """What was told, by the real seconds of its own size of parts, or of the nearest."""
+        if not self._timed:
+            return told
+        whole = batch_size(self.batch)
+        size = told.choices.micro_batch or whole
+
+        def distance(pace: _Pace) -> tuple[bool, float]:
+            return pace != _pace(told.choices), abs(math.log((pace[0] or whole) / size))
+
+        nearest = min(self._timed, key=distance)
+        real, timed = self._timed[nearest]
+        is_own = nearest == _pace(told.choices)
+        return told.timed(real if is_own else _share(real, told, timed))
 
     # -- checking ---------------------------------------------------------------------------------
 
@@ -521,7 +560,31 @@ class Planner:
             self._hear_all(to_beat=found[0] if found is not None else math.inf)
             away = self._check_until_one_fits()
             found = min(filter(None, (found, away)), key=lambda one: one[0], default=None)
-        return found[1:] if found is not None else self._refuse()
+        return self._refined(*found[1:]) if found is not None else self._refuse()
+
+    def _refined(self, estimate: Estimate, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
+        """The same with what is better tried than heard."""
+        if candidate.choices.optimizer_on == "gpu" or self._like is not None:
+            return estimate, candidate
+        checked = {str(candidate.choices): (estimate, candidate)}
+
+        def attempt(choices: Choices) -> float | None:
+            tried = dataclasses.replace(candidate, choices=choices)
+            estimate, tried = checked[str(choices)] = self._check(tried)
+            return tried.rehearsed if estimate.fits else None
+
+        assert self.gpu is not None
+        profile = load_profile(self.gpu.name)
+        refined = refine(
+            candidate.choices,
+            candidate.rehearsed or candidate.seconds,
+            attempt,
+            gradients=self._gradient_bytes(candidate.choices),
+            host_steps=profile is not None
+            and profile.host_adam is not None
+            and self.allow.allows(Fidelity.ROUNDING),
+        )
+        return checked[str(refined)]
 
     def _check_until_one_fits(self) -> tuple[float, Estimate, _Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
@@ -548,7 +611,7 @@ class Planner:
                 if not estimate.allocator_retries or best[0] < seconds:
                     break
                 missing = room // 100
-            elif best is not None:
+            elif best is not None and candidate.rehearsed is None:
                 break
             else:
                 limit = self._limit(candidate.choices.leaves)
@@ -742,6 +805,14 @@ def _kind(choices: Choices) -> _Kind:
         bool(choices.weights_away),
         choices.state_ahead,
     )
+
+
+_Pace = tuple[int | None, Weights]
+
+
+def _pace(choices: Choices) -> _Pace:
+    """Choices whose blocks take the same seconds, option by option."""
+    return choices.micro_batch, choices.weights
 
 
 _Way = tuple[int | None, Weights, int | None, bool, int, int]

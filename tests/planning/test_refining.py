@@ -1,0 +1,96 @@
+"""Who waits where and who steps: raised for as long as that makes a step faster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from oomph.planning.changes import _differences, say_place
+from oomph.planning.choices import Choices
+from oomph.planning.refining import PARTS, SHARES, refine
+from oomph.techniques.technique import Fidelity
+
+GRADIENTS = 800
+DEFERRED = Choices(optimizer_on="host", gradient_room=0)
+INSIDE = Choices(optimizer_on="host")
+
+
+class Machine:
+    """A step is fastest with these shares and rooms; more room than there is does not fit."""
+
+    def __init__(self, *, share: float = 0.0, room: int = 0, most: int = GRADIENTS) -> None:
+        self.share, self.room, self.most = share, room, most
+        self.tried: list[Choices] = []
+
+    def __call__(self, choices: Choices) -> float | None:
+        self.tried.append(choices)
+        room = choices.gradient_room or 0
+        if room > self.most:
+            return None
+        return self.seconds(choices.host_share, room)
+
+    def seconds(self, share: float, room: int) -> float:
+        return 10 + 2 * abs(share - self.share) + 2 * abs(room - self.room) / GRADIENTS
+
+    def refine(self, choices: Choices, *, host_steps: bool = True) -> Choices:
+        start = self.seconds(0.0, 0)
+        return refine(choices, start, self, gradients=GRADIENTS, host_steps=host_steps)
+
+
+@pytest.mark.parametrize("share", [0.0, *SHARES])
+def test_the_host_gets_the_share_that_is_fastest(share: float) -> None:
+    machine = Machine(share=share)
+    assert machine.refine(INSIDE).host_share == share
+    assert len(machine.tried) <= 2 + SHARES.index(share) if share else len(machine.tried) == 1
+
+
+def test_a_host_that_was_never_measured_steps_nothing() -> None:
+    machine = Machine(share=0.3)
+    assert machine.refine(INSIDE, host_steps=False) == INSIDE
+    assert not machine.tried
+
+
+@pytest.mark.parametrize("part", [0.0, *PARTS])
+def test_as_many_gradients_wait_as_make_it_fastest(part: float) -> None:
+    room = int(part * GRADIENTS)
+    assert Machine(room=room).refine(DEFERRED).gradient_room == room
+
+
+def test_gradients_wait_where_there_is_room_for_them() -> None:
+    machine = Machine(room=GRADIENTS, most=260)
+    assert machine.refine(DEFERRED).gradient_room == 250, "a step of 100, and half of one"
+
+
+def test_gradients_that_are_used_at_once_wait_for_nobody() -> None:
+    machine = Machine(room=GRADIENTS)
+    assert machine.refine(INSIDE, host_steps=False).gradient_room is None
+    assert not machine.tried
+
+
+def test_weights_stay_where_there_is_room_those_that_come_first_first() -> None:
+    paths = tuple(f"blocks.{at}" for at in range(12))
+    all_away = dataclasses.replace(INSIDE, weights_away=paths)
+
+    def attempt(choices: Choices) -> float | None:
+        away = len(choices.weights_away)
+        return None if away < 7 else 1 + away / 10
+
+    found = refine(all_away, 2.2, attempt, gradients=GRADIENTS, host_steps=False)
+    assert found.weights_away == paths[5:]
+
+
+def test_the_report_says_who_steps_and_who_waits() -> None:
+    refined = dataclasses.replace(DEFERRED, host_share=0.3, gradient_room=1 << 30)
+    assert say_place(refined) == (
+        "state on the host, 30% stepped there, gradients too beyond 1.00 GiB"
+    )
+    assert say_place(DEFERRED) == "state on the host, gradients too"
+
+
+def test_what_the_host_steps_is_rounded_otherwise() -> None:
+    def fidelity(choices: Choices) -> Fidelity:
+        return next(d.fidelity for d in _differences(choices) if d.technique == "optimizer")
+
+    assert fidelity(dataclasses.replace(DEFERRED, host_share=0.3)) is Fidelity.ROUNDING
+    assert fidelity(DEFERRED) is Fidelity.EXACT
