@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ class Setting:
 
     def squeezed(self, step: int) -> bool:
         """Whether the other process wants its memory in this step."""
-        length = (self.steps - WARM_UP) // (2 * self.squeezes + 1)
-        return step >= WARM_UP and (step - WARM_UP) // length % 2 == 1
+        phases = 2 * self.squeezes + 1
+        phase = (step - WARM_UP) // ((self.steps - WARM_UP) // phases)
+        return step >= WARM_UP and min(phase, phases - 1) % 2 == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +194,15 @@ def hold_memory(pipe: Connection) -> None:
         pipe.send(nbytes)
 
 
-def train(setting: Setting, disturb: bool) -> Outcome:
-    """Train once; with `disturb`, the budget is cut in half and restored."""
+def train(
+    setting: Setting, disturb: bool, wait_for_turn: Callable[[], Any] = lambda: None
+) -> Outcome:
+    """Train once, when it is its turn; with `disturb`, the budget is cut in half and restored."""
     asked: list[int | None] = [None]
     began = time.perf_counter()
     run, vocabulary = make_run(setting, lambda: asked[0])
     planning = time.perf_counter() - began
+    wait_for_turn()
     other = Other(setting.device) if disturb else None
     half = setting.budget // 2
     steps, plans = [], set[str]()
@@ -224,22 +229,31 @@ def train(setting: Setting, disturb: bool) -> Outcome:
     )
 
 
-def _train_and_send(pipe: Connection, setting: Setting, disturb: bool) -> None:
-    pipe.send(train(setting, disturb))
+def _train_and_send(pipe: Connection, setting: Setting, disturb: bool, turn: Event) -> None:
+    pipe.send(train(setting, disturb, turn.wait))
 
 
-def in_its_own_process(setting: Setting, disturb: bool) -> Outcome:
-    """A training whose memory is its own."""
+def one_after_the_other(setting: Setting) -> tuple[Outcome, Outcome]:
+    """Undisturbed and squeezed, each in a process of its own; both plan at once."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_train_and_send, args=(theirs, setting, disturb))
-    process.start()
-    theirs.close()
+    started = []
+    for disturb in (False, True):
+        ours, theirs = context.Pipe(duplex=False)
+        turn = context.Event()
+        process = context.Process(target=_train_and_send, args=(theirs, setting, disturb, turn))
+        process.start()
+        theirs.close()
+        started.append((ours, turn, process))
+    outcomes: list[Outcome] = []
     try:
-        outcome: Outcome = ours.recv()
+        for ours, turn, process in started:
+            turn.set()
+            outcomes.append(ours.recv())
+            process.join()  # its memory is free from here on
     finally:
-        process.join()
-    return outcome
+        for _, _, process in started:
+            process.kill()
+    return outcomes[0], outcomes[1]
 
 
 def compare(setting: Setting, undisturbed: Outcome, squeezed: Outcome) -> dict[str, Any]:
@@ -298,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--budget", type=parse_bytes, default=64 * GIB)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--squeezes", type=int, default=3)
     given = parser.parse_args(arguments)
     setting = Setting(
@@ -314,11 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         setting = Setting(
             model="small", batch=16, seq=64, budget=4 << 20, steps=40, squeezes=2, device="cpu"
         )
-    result = compare(
-        setting,
-        in_its_own_process(setting, disturb=False),
-        in_its_own_process(setting, disturb=True),
-    )
+    result = compare(setting, *one_after_the_other(setting))
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "elastic.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(describe(result))

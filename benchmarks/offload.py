@@ -215,6 +215,8 @@ class Row:
     """GiB that it takes at most, where it has no budget."""
     from_host: bool = False
     """Whether it is given a model on the host, and brings it to the card by itself."""
+    fills_host: bool = False
+    """Whether the host has no memory for anybody else beside it."""
 
     @property
     def is_installed(self) -> bool:
@@ -226,6 +228,7 @@ ZERO_3 = Row(
     name="DeepSpeed ZeRO-3, optimizer and parameters on CPU",
     make_step=functools.partial(deepspeed, 3),
     needs=("deepspeed", "liger_kernel"),
+    fills_host=True,
 )
 PEERS = {
     "3b": (
@@ -243,6 +246,7 @@ PEERS = {
             name="DeepSpeed ZeRO-2, optimizer on CPU",
             make_step=functools.partial(deepspeed, 2),
             needs=("deepspeed", "liger_kernel"),
+            fills_host=True,
         ),
         ZERO_3,
     ),
@@ -312,6 +316,8 @@ def run_row(case: Case, row: Row, seat: Seat) -> dict[str, Any]:
 
     def run() -> dict[str, Any]:
         training = set_up(case.job())
+        for group in training.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
         if row.from_host or case.on_host:
             training.model.cpu()
         begin(training, None if row.budget is None else int(row.budget * GIB))
@@ -416,10 +422,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             *(oomph_rows(case, options.out) if options.only != "peers" else ()),
             *(PEERS[case.name] if options.only != "oomph" else ()),
         ]
-        # What takes all of the host's memory is alone on it.
-        at_once = 1 if case.on_host else AT_ONCE
-        card = SharedCard(at_once=at_once, patience=PATIENCE_S, deadline=deadline)
-        card.run(tasks_of(case, rows, options.out))
+        for alone in (False, True):
+            some = [row for row in rows if (row.fills_host or case.on_host) is alone]
+            at_once = 1 if alone else AT_ONCE
+            card = SharedCard(at_once=at_once, patience=PATIENCE_S, deadline=deadline)
+            card.run(tasks_of(case, some, options.out))
         print(render(load(results_path(options.out, case), {"job": case.words, "rows": {}})))
 
 

@@ -36,7 +36,14 @@ from benchmarks.real_steps import (
     run_steps,
     set_up,
 )
-from benchmarks.side_by_side import FAILED, TIMED_OUT, Seat, SharedCard, Task
+from benchmarks.side_by_side import (
+    FAILED,
+    OUT_OF_HOST_MEMORY,
+    TIMED_OUT,
+    Seat,
+    SharedCard,
+    Task,
+)
 from oomph.errors import DoesNotFit
 from oomph.estimation import estimate
 from oomph.gpus import find_gpu
@@ -50,6 +57,8 @@ from oomph.running.evaluating import evaluate_batch
 from oomph.running.step import train_step
 
 GPU = "h200"
+#: Ways to end that say nothing about the plan.
+OTHER_ENDS = (FAILED, TIMED_OUT, OUT_OF_HOST_MEMORY)
 DOES_NOT_FIT = "does not fit"
 
 #: Processes that plan at a time, and the seconds they all have together.
@@ -256,7 +265,7 @@ def render(document: Entry) -> str:
         _listed("took more than the interval", [n for n, entry in ran.items() if overran(entry)]),
         _listed("allocator gave cache back", [n for n, entry in ran.items() if entry["retries"]]),
         _listed("refused the budget they named", _with_status(pairs, DOES_NOT_FIT)),
-        _listed("failed otherwise", _with_status(pairs, FAILED, TIMED_OUT)),
+        _listed("failed otherwise", _with_status(pairs, *OTHER_ENDS)),
         "",
         "| pair | untouched GiB | budget GiB | reserved GiB | error % | retries | outcome |",
         "|---|---|---|---|---|---|---|",

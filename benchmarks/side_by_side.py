@@ -15,11 +15,16 @@ from typing import Any
 
 import torch._inductor.config
 
+from oomph.host.limits import host_limits
+
 TIMED_OUT = "timed out"
+OUT_OF_HOST_MEMORY = "out of host memory"
 FAILED = "failed"
 
 #: Device memory that processes may have together.
 ROOM = 130 << 30
+#: Host memory that is left when the last that was started is ended: the kernel would choose anyone.
+HOST_RESERVE = 3 << 30
 
 _ASKS, _LEAVES, _TELLS = range(3)
 
@@ -73,7 +78,16 @@ class _Running:
 class SharedCard:
     """Runs tasks several at once while there is room for what they need, in their order."""
 
-    def __init__(self, *, at_once: int, patience: float, deadline: float, room: int = ROOM) -> None:
+    def __init__(
+        self,
+        *,
+        at_once: int,
+        patience: float,
+        deadline: float,
+        room: int = ROOM,
+        host_reserve: int = HOST_RESERVE,
+    ) -> None:
+        self._host_reserve = host_reserve
         self._at_once = at_once
         self._patience = patience
         self._deadline = deadline
@@ -94,6 +108,7 @@ class SharedCard:
                 for pipe in wait(list(pipes), timeout=0.05):
                     self._listen(pipes[pipe])  # type: ignore[index]
                 self._give_up_on_slow_ones()
+                self._protect_the_host()
                 self._let_the_next_be_alone()
         finally:
             for one in list(self._running):
@@ -163,6 +178,12 @@ class SharedCard:
             if not stands and time.monotonic() > one.until:
                 self._remove(one)
                 one.task.end({"status": TIMED_OUT})
+
+    def _protect_the_host(self) -> None:
+        if self._running and host_limits().memory < self._host_reserve:
+            last = self._running[-1]
+            self._remove(last)
+            last.task.end({"status": OUT_OF_HOST_MEMORY})
 
     def _remove(self, one: _Running) -> None:
         one.send(signal.SIGKILL)

@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks.offload import CASES
 from oomph.gpus import find_gpu
+from oomph.gpus.profile import Profile, save_profile
 from oomph.planning.audition import peak_allocated, step_effort
 from oomph.planning.choices import Choices
 from oomph.rehearsal.hidden import device_overhead
-from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.timing.clock import Clock
 from oomph.units import GIB
 
@@ -31,8 +32,7 @@ def test_a_squeezed_run_lost_no_sample_and_kept_its_losses() -> None:
         abs(one - other) / one for one, other in zip(*(elastic["losses"].values()), strict=True)
     ]
     assert max(apart) == elastic["losses_apart"] < 2e-4
-    # A miss, so far: 3 % was aimed at.
-    assert 0.03 < elastic["lost_outside_squeezes"] < 0.05
+    assert elastic["lost_outside_squeezes"] <= 0.03
 
 
 def test_packed_rows_were_more_than_twice_as_fast_and_the_card_hardly_waited() -> None:
@@ -51,18 +51,27 @@ def test_watching_cost_less_than_two_percent() -> None:
     assert overheads["host"]["median"] < 0.02 < overheads["host"]["high"]
 
 
-def test_an_optimizer_on_the_host_took_the_memory_and_the_time_that_is_predicted() -> None:
-    measured = truth("offload-3b")["rows"]["oomph within 11.1 GiB, clipped"]
-    h200 = find_gpu("h200")
-    assert measured["reserved"] + device_overhead(h200).expected <= 11.1 * GIB
+OFFLOADED = [
+    (case, name)
+    for case in CASES
+    for name in truth(f"offload-{case}")["rows"]
+    if name.startswith("oomph")
+]
+
+
+@pytest.mark.parametrize(("case", "name"), OFFLOADED)
+def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
+    case: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    save_profile(Profile.from_dict(truth("profile")))  # of the machine that it was measured on
+    measured = truth(f"offload-{case}")["rows"][name]
+    h200, choices = find_gpu("h200"), Choices.from_dict(measured["choices"])
+    budget = float(name.split()[2])
+    assert measured["reserved"] + device_overhead(h200).expected <= budget * GIB
     clock = Clock.of(h200)
-    timeline = rehearse(
-        CASES["3b"].job(),
-        h200,
-        ("build", "step"),
-        choices=Choices.from_dict(measured["choices"]),
-        clock=clock,
-        skip_first_step=True,
-    )
+    job = CASES[case].job(clips=", clipped" in name)
+    timeline = rehearse(job, h200, PHASES, choices=choices, clock=clock)
     assert peak_allocated(timeline) == pytest.approx(measured["allocated"], rel=0.02)
-    assert step_effort(timeline, 1).seconds(clock) == pytest.approx(measured["seconds"], rel=0.1)
+    seconds = step_effort(timeline, 1).seconds(clock)
+    assert seconds == pytest.approx(measured["seconds"], rel=0.15)

@@ -67,6 +67,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "clock", lambda step, count: float(step() > 0))
     monkeypatch.setattr(offload, "peaks", lambda: {"allocated": 2 << 30, "reserved": 3 << 30})
     monkeypatch.setattr(offload, "environment", dict)
+    monkeypatch.setattr(offload, "LEARNING_RATE", 1e-3)  # a step or two must be seen
 
 
 def losses(row: Row) -> list[float]:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.side_by_side import Seat, SharedCard, Task
+from benchmarks.side_by_side import OUT_OF_HOST_MEMORY, Seat, SharedCard, Task
 
 
 def run(tasks: list[Task], **options: Any) -> None:
@@ -54,6 +54,12 @@ def test_nobody_else_gets_on_while_one_is_alone(tmp_path: Path) -> None:
 
     run([task(busy), task(timed, heard=heard)])
     assert heard == [True, False, {}]
+
+
+def test_the_last_that_was_started_is_ended_before_the_host_is_out_of_memory() -> None:
+    heard: list[Any] = []
+    run([task(lambda seat: time.sleep(30), heard=heard)], host_reserve=1 << 60)
+    assert heard == [{"status": OUT_OF_HOST_MEMORY}]
 
 
 def test_two_that_want_to_be_alone_are_so_one_after_the_other() -> None:
