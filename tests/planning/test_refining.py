@@ -8,7 +8,7 @@ import pytest
 
 from oomph.planning.changes import _differences, say_place
 from oomph.planning.choices import Choices
-from oomph.planning.refining import PARTS, SHARES, refine
+from oomph.planning.refining import PARTS, SHARES, Tried, refine
 from oomph.techniques.technique import Fidelity
 
 GRADIENTS = 800
@@ -23,19 +23,19 @@ class Machine:
         self.share, self.room, self.most = share, room, most
         self.tried: list[Choices] = []
 
-    def __call__(self, choices: Choices) -> float | None:
+    def __call__(self, choices: Choices) -> Tried | None:
         self.tried.append(choices)
         room = choices.gradient_room or 0
         if room > self.most:
             return None
-        return self.seconds(choices.host_share, room)
+        return Tried(choices=choices, seconds=self.seconds(choices.host_share, room))
 
     def seconds(self, share: float, room: int) -> float:
         return 10 + 2 * abs(share - self.share) + 2 * abs(room - self.room) / GRADIENTS
 
     def refine(self, choices: Choices, *, host_steps: bool = True) -> Choices:
-        start = self.seconds(0.0, 0)
-        return refine(choices, start, self, gradients=GRADIENTS, host_steps=host_steps)
+        start = Tried(choices=choices, seconds=self.seconds(0.0, 0))
+        return refine(start, self, gradients=GRADIENTS, host_steps=host_steps).choices
 
 
 @pytest.mark.parametrize("share", [0.0, *SHARES])
@@ -72,12 +72,27 @@ def test_weights_stay_where_there_is_room_those_that_come_first_first() -> None:
     paths = tuple(f"blocks.{at}" for at in range(12))
     all_away = dataclasses.replace(INSIDE, weights_away=paths)
 
-    def attempt(choices: Choices) -> float | None:
+    def attempt(choices: Choices) -> Tried | None:
         away = len(choices.weights_away)
-        return None if away < 7 else 1 + away / 10
+        return None if away < 7 else Tried(choices=choices, seconds=1 + away / 10)
 
-    found = refine(all_away, 2.2, attempt, gradients=GRADIENTS, host_steps=False)
-    assert found.weights_away == paths[5:]
+    start = Tried(choices=all_away, seconds=2.2)
+    found = refine(start, attempt, gradients=GRADIENTS, host_steps=False)
+    assert found.choices.weights_away == paths[5:]
+
+
+def test_what_was_changed_to_make_room_stays() -> None:
+    """Each step goes on from what fitted, not from where it began."""
+
+    def attempt(choices: Choices) -> Tried | None:
+        leaner = dataclasses.replace(choices, blocks={"blocks.0": "recompute"})
+        return Tried(choices=leaner, seconds=1 - choices.host_share)
+
+    start = Tried(choices=INSIDE, seconds=1.0)
+    found = refine(start, attempt, gradients=GRADIENTS, host_steps=True)
+    assert found.choices == dataclasses.replace(
+        INSIDE, host_share=SHARES[-1], blocks={"blocks.0": "recompute"}
+    )
 
 
 def test_the_report_says_who_steps_and_who_waits() -> None:

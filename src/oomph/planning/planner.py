@@ -39,7 +39,7 @@ from oomph.planning.changes import describe_changes, fusing_rounds
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import size_notes
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
-from oomph.planning.refining import refine
+from oomph.planning.refining import Tried, refine
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
 from oomph.rehearsal.allocator import AllocatorSettings
@@ -443,16 +443,18 @@ class Planner:
         """The fastest for each chunk of the loss that leaves one."""
         for variant in self._chunked(heard):
             room = rooms[_kind(variant.choices)]
-            copies = variant.copies
-            if copies is None:
-                solved = [solve(variant.chain, room)]
-            else:
-                # Where the link is busy, bytes have a price: dear ones make blocks move less.
-                solved = [
-                    solve(variant.priced(price / copies.rates.slower), room) for price in PRICES
-                ]
-            for solution in dict.fromkeys(filter(None, solved)):
+            for solution in self._within(variant, room):
                 yield self._candidate(variant, solution)
+
+    def _within(self, heard: Audition, room: int) -> list[Solution]:
+        """The fastest in so much room; where the link is busy, some that move less."""
+        if heard.copies is None:
+            solved = [solve(heard.chain, room)]
+        else:
+            # Bytes that blocks move have a price: dear ones make blocks move less.
+            rate = heard.copies.rates.slower
+            solved = [solve(heard.priced(price / rate), room) for price in PRICES]
+        return list(dict.fromkeys(filter(None, solved)))
 
     def _candidate(self, heard: Audition, solution: Solution) -> _Candidate:
         # Another number format must buy something.
@@ -566,25 +568,54 @@ class Planner:
         """The same with what is better tried than heard."""
         if candidate.choices.optimizer_on == "gpu" or self._like is not None:
             return estimate, candidate
+        assert self.gpu is not None and candidate.rehearsed is not None
         checked = {str(candidate.choices): (estimate, candidate)}
+        latest = candidate
 
-        def attempt(choices: Choices) -> float | None:
-            tried = dataclasses.replace(candidate, choices=choices)
-            estimate, tried = checked[str(choices)] = self._check(tried)
-            return tried.rehearsed if estimate.fits else None
+        def attempt(choices: Choices) -> Tried | None:
+            nonlocal latest
+            tried = dataclasses.replace(latest, choices=choices)
+            estimate, tried = self._check(tried)
+            if not estimate.fits:
+                leaner = self._with_room(tried, self._limit(True) - estimate.smallest_budget)
+                if leaner is None:
+                    return None
+                estimate, tried = self._check(leaner)
+            if not estimate.fits or tried.rehearsed is None:
+                return None
+            checked[str(tried.choices)], latest = (estimate, tried), tried
+            return Tried(choices=tried.choices, seconds=tried.rehearsed)
 
-        assert self.gpu is not None
         profile = load_profile(self.gpu.name)
-        refined = refine(
-            candidate.choices,
-            candidate.rehearsed or candidate.seconds,
+        best = refine(
+            Tried(choices=candidate.choices, seconds=candidate.rehearsed),
             attempt,
             gradients=self._gradient_bytes(candidate.choices),
             host_steps=profile is not None
             and profile.host_adam is not None
             and self.allow.allows(Fidelity.ROUNDING),
         )
-        return checked[str(refined)]
+        return self._filled(*checked[str(best.choices)])
+
+    def _filled(self, estimate: Estimate, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
+        """The same with what was won used by the blocks, if that is faster."""
+        fuller = self._with_room(candidate, self._limit(True) - estimate.smallest_budget)
+        if fuller is None or candidate.rehearsed is None:
+            return estimate, candidate
+        checked, fuller = self._check(fuller)
+        faster = fuller.rehearsed is not None and fuller.rehearsed < candidate.rehearsed
+        return (checked, fuller) if checked.fits and faster else (estimate, candidate)
+
+    def _with_room(self, candidate: _Candidate, more: int) -> _Candidate | None:
+        """The same with other ways to run the blocks, for so much more room, or less."""
+        peak = candidate.solution.peak
+        solved = self._within(candidate.heard, peak + more - peak // 100)
+        if not solved:
+            return None
+        solution = min(solved, key=candidate.heard.seconds)
+        blocks = candidate.heard.choose(solution).blocks
+        choices = dataclasses.replace(candidate.choices, blocks=blocks)
+        return dataclasses.replace(candidate, solution=solution, choices=choices)
 
     def _check_until_one_fits(self) -> tuple[float, Estimate, _Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
@@ -858,7 +889,8 @@ def _least_seconds(parts: int, known: Mapping[int, _Times]) -> float:
 
 def _merit(estimate: Estimate) -> tuple[bool, int, int]:
     """Fitting is better than not, then few retries, then a small need."""
-    return estimate.fits, -estimate.allocator_retries, -estimate.smallest_budget
+    retries = estimate.allocator_retries if estimate.fits else 0
+    return estimate.fits, -retries, -estimate.smallest_budget
 
 
 def _share(real: Times, heard: Audition, best: Audition) -> Times:
