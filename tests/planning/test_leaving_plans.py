@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from oomph.errors import DoesNotFit
 from oomph.estimation import judge
 from oomph.gpus import find_gpu
+from oomph.gpus.profile import Profile, save_profile
 from oomph.job import Job
-from oomph.planning import solver
+from oomph.planning import planner, solver
 from oomph.planning.audition import Copies, audition, peak_allocated
 from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
 from oomph.planning.planner import make_planner, plan
+from oomph.planning.refining import Attempt, Tried
 from oomph.planning.survey import survey
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.hidden import device_overhead
@@ -117,6 +120,29 @@ def test_a_run_that_leaves_the_gpu_has_smaller_plans_to_fall_back_on() -> None:
     smaller = planner.plan_like(first, first.budget - 8 * MIB)
     assert smaller.choices.lasting == first.choices.lasting
     assert smaller.predicted.peak.device <= first.budget - 8 * MIB
+
+
+@pytest.mark.parametrize("host_adam", [None, 1e9], ids=["not measured", "measured"])
+def test_the_hosts_cores_step_only_where_it_is_known_how_fast_they_are(
+    host_adam: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    save_profile(Profile(gpu="h200", torch="2.11.0", date="2026-01-31", host_adam=host_adam))
+    asked: list[bool] = []
+
+    def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -> Tried:
+        asked.append(host_steps)
+        assert gradients == weights() // 2
+        return attempt(dataclasses.replace(best.choices, gradient_room=MIB)) or best
+
+    monkeypatch.setattr(planner, "refine", refine)
+    batch = torch.ones(1, 64, WIDTH), torch.ones(1, 64, WIDTH)
+    small = Job(model, nn.MSELoss(), "adamw", batch, precision="bf16", clip_norm=1.0)
+    budget = device_overhead(H200).high + int(1.4 * weights())
+    made = plan(small, gpu=H200, budget=budget, compile_blocks=False)
+    assert made.choices.optimizer_on == "host"
+    assert asked == [host_adam is not None]
+    assert made.choices.gradient_room == MIB, "what was tried and fits is what is planned"
 
 
 def test_where_weights_have_no_room_those_of_blocks_wait_on_the_host() -> None:

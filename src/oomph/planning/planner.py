@@ -570,20 +570,21 @@ class Planner:
             return estimate, candidate
         assert self.gpu is not None and candidate.rehearsed is not None
         checked = {str(candidate.choices): (estimate, candidate)}
-        latest = candidate
+        #: By the ways to run blocks: a candidate that has them, and its solution.
+        like = {str(candidate.choices.blocks): candidate}
 
         def attempt(choices: Choices) -> Tried | None:
-            nonlocal latest
-            tried = dataclasses.replace(latest, choices=choices)
+            tried = dataclasses.replace(like[str(choices.blocks)], choices=choices)
             estimate, tried = self._check(tried)
             if not estimate.fits:
-                leaner = self._with_room(tried, self._limit(True) - estimate.smallest_budget)
+                leaner = self._leaner(tried, estimate.smallest_budget - self._limit(True))
                 if leaner is None:
                     return None
                 estimate, tried = self._check(leaner)
             if not estimate.fits or tried.rehearsed is None:
                 return None
-            checked[str(tried.choices)], latest = (estimate, tried), tried
+            checked[str(tried.choices)] = estimate, tried
+            like[str(tried.choices.blocks)] = tried
             return Tried(choices=tried.choices, seconds=tried.rehearsed)
 
         profile = load_profile(self.gpu.name)
@@ -595,21 +596,17 @@ class Planner:
             and profile.host_adam is not None
             and self.allow.allows(Fidelity.ROUNDING),
         )
-        return self._filled(*checked[str(best.choices)])
+        return checked[str(best.choices)]
 
-    def _filled(self, estimate: Estimate, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
-        """The same with what was won used by the blocks, if that is faster."""
-        fuller = self._with_room(candidate, self._limit(True) - estimate.smallest_budget)
-        if fuller is None or candidate.rehearsed is None:
-            return estimate, candidate
-        checked, fuller = self._check(fuller)
-        faster = fuller.rehearsed is not None and fuller.rehearsed < candidate.rehearsed
-        return (checked, fuller) if checked.fits and faster else (estimate, candidate)
+    def _rehearsed_seconds(self, estimate: Estimate, candidate: _Candidate) -> float:
+        """With the time in which the allocator cleans up its cache."""
+        seconds = candidate.rehearsed or candidate.seconds
+        return seconds + estimate.allocator_retries * RETRY_SECONDS
 
-    def _with_room(self, candidate: _Candidate, more: int) -> _Candidate | None:
-        """The same with other ways to run the blocks, for so much more room, or less."""
+    def _leaner(self, candidate: _Candidate, missing: int) -> _Candidate | None:
+        """The same with other ways to run the blocks, which leave so much more room."""
         peak = candidate.solution.peak
-        solved = self._within(candidate.heard, peak + more - peak // 100)
+        solved = self._within(candidate.heard, peak - max(missing, 0) - peak // 100)
         if not solved:
             return None
         solution = min(solved, key=candidate.heard.seconds)
@@ -633,8 +630,7 @@ class Planner:
                 self._slower[_way(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if estimate.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
-                seconds = candidate.rehearsed or candidate.seconds
-                seconds += estimate.allocator_retries * RETRY_SECONDS
+                seconds = self._rehearsed_seconds(estimate, candidate)
                 if best is None or seconds < best[0]:
                     best = (seconds, estimate, candidate)
                 if candidate.rehearsed is not None and not estimate.allocator_retries:
