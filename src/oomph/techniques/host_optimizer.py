@@ -22,7 +22,8 @@ How it is called, in each step:
 
 Weights that are on the host themselves (`StreamedWeights`) come and go as masters do: nothing of
 them is written on the GPU. With masters it is the GPU that rounds them. A block is fetched for the
-next forward when its weights have been stepped and have arrived.
+next forward when its weights have been stepped and have arrived; where they are stepped only then,
+they are put in place on the GPU, and not fetched.
 
 `step` clips, unscales, updates the scaler and forgets the gradients. Before anybody else looks at
 weights or state, `settle` completes what is under way.
