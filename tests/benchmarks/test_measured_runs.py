@@ -59,6 +59,13 @@ OFFLOADED = [
 ]
 
 
+#: Steps whose seconds are predicted worse than to 10 %: 12.8 % too few, and 10.7 % too many.
+SECONDS_MISSED = (
+    "oomph within 24 GiB, no clipping",
+    "oomph within 8 GiB, clipped, 60 % stepped by the host",
+)
+
+
 @pytest.mark.parametrize(("case", "name"), OFFLOADED)
 def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
     case: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -74,4 +81,5 @@ def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
     timeline = rehearse(job, h200, PHASES, choices=choices, clock=clock)
     assert peak_allocated(timeline) == pytest.approx(measured["allocated"], rel=0.02)
     seconds = step_effort(timeline, 1).seconds(clock)
-    assert seconds == pytest.approx(measured["seconds"], rel=0.15)
+    within = 0.15 if name in SECONDS_MISSED else 0.1
+    assert seconds == pytest.approx(measured["seconds"], rel=within)

@@ -178,7 +178,10 @@ def test_a_chain_knows_the_peak_amid_what_comes_and_goes(
     at = [[option.name for option in block.options].index(how) for block in heard.chain.blocks]
     chosen = dataclasses.replace(choices, blocks=dict.fromkeys(paths, how))
     real = rehearse(wide, H200, ("build", "step"), choices=chosen, skip_first_step=True)
-    assert solver.peak(heard.chain, at) == pytest.approx(peak_allocated(real), rel=0.07)
+    # A miss of 6.2 %, since stepped weights are put in place: only where all is kept and clipped.
+    missed = how == "keep" and away and clip is not None
+    within = 0.07 if missed else 0.06
+    assert solver.peak(heard.chain, at) == pytest.approx(peak_allocated(real), rel=within)
 
 
 def test_only_what_is_offloaded_moves() -> None:
