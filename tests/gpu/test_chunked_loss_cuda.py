@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from oomph.techniques.chunked_loss import chunk_loss, chunked_calls
 from oomph.techniques.softmax_grad import add_product, cross_entropy_chunk
@@ -37,9 +39,10 @@ def reference(
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 4096, 4097, 50257, 128256])
+@pytest.mark.parametrize("padding", [0, 47, 5000])
 @pytest.mark.parametrize("rows", [1, 33])
 def test_the_kernel_computes_pytorchs_loss_and_gradient(
-    dtype: torch.dtype, vocabulary: int, rows: int
+    dtype: torch.dtype, vocabulary: int, padding: int, rows: int
 ) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(rows, vocabulary, device="cuda") * 4).to(dtype)
@@ -49,13 +52,15 @@ def test_the_kernel_computes_pytorchs_loss_and_gradient(
         target[::5] = -100
     for scale, factor in ((1.0, 1.0), (0.25, 256.0)):
         losses, gradient = reference(logits, target, -100, scale)
-        found = logits.clone()
-        found_losses = cross_entropy_chunk(found, target, -100, scale, factor, True)
+        padded = F.pad(logits, (0, padding), value=torch.nan)
+        untouched = padded.clone()
+        found_losses = cross_entropy_chunk(padded, target, vocabulary, -100, scale, factor, True)
         torch.testing.assert_close(found_losses.double(), losses, rtol=1e-5, atol=1e-5)
+        found = padded[:, :vocabulary]
         assert error(found / factor, gradient) <= ROUNDING[dtype]
         assert not found[target == -100].any()
-        untouched = logits.clone()
-        only_losses = cross_entropy_chunk(untouched, target, -100, scale, factor, False)
+        assert not padded[:, vocabulary:].any()
+        only_losses = cross_entropy_chunk(untouched, target, vocabulary, -100, scale, factor, False)
         assert torch.equal(only_losses, found_losses)
 
 
@@ -64,18 +69,20 @@ def test_logits_masked_by_the_block_make_no_nan() -> None:
     logits[:, :9000] = -torch.inf
     target = torch.tensor([9999, 9000, -100, 9500], device="cuda")
     losses, gradient = reference(logits, target, -100, 1.0)
-    found_losses = cross_entropy_chunk(logits, target, -100, 1.0, 1.0, True)
+    found_losses = cross_entropy_chunk(logits, target, 10000, -100, 1.0, 1.0, True)
     torch.testing.assert_close(found_losses.double(), losses, rtol=1e-5, atol=1e-5)
     assert error(logits, gradient) <= 1e-5
 
 
 def test_a_target_outside_the_vocabulary_makes_its_row_nan_and_no_other() -> None:
-    logits = torch.randn(3, 100, device="cuda")
+    padded = torch.randn(3, 128, device="cuda")
     target = torch.tensor([100, 7, -1], device="cuda")
-    losses = cross_entropy_chunk(logits, target, -100, 1.0, 1.0, True)
+    losses = cross_entropy_chunk(padded, target, 100, -100, 1.0, 1.0, True)
     assert losses.isnan().tolist() == [True, False, True]
+    logits, padding = padded.split([100, 28], 1)
     assert logits.isnan().all(1).tolist() == [True, False, True]
     assert not logits[1].isnan().any()
+    assert not padding.any()
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
@@ -87,7 +94,7 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     logits[-1, 3] = 5
     target = torch.full((rows,), 3, device="cuda")
     _, gradient = reference(logits[-1:], target[-1:], -100, 1.0)
-    losses = cross_entropy_chunk(logits, target, -100, 1.0, 1.0, True)
+    losses = cross_entropy_chunk(logits, target, vocabulary, -100, 1.0, 1.0, True)
     assert losses[-1] < losses[0]
     assert error(logits[-1:], gradient) <= ROUNDING[torch.bfloat16]
 
@@ -193,3 +200,21 @@ def test_nothing_waits_for_the_gpu(job: tuple[nn.Linear, Tensor, Tensor]) -> Non
         gradients(head, hidden, target, torch.bfloat16, 1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_product_over_an_odd_vocabulary_loads_its_numbers_one_by_one(
+    job: tuple[nn.Linear, Tensor, Tensor], dtype: torch.dtype
+) -> None:
+    assert VOCABULARY % 8
+    head, hidden, target = job
+    head, hidden = head.to(dtype), hidden.detach().to(dtype).requires_grad_()
+    chunk_loss(head, 512)
+    autocast = torch.bfloat16 if dtype is torch.float32 else None
+    gradients(head, hidden, target, autocast, 1.0)  # compiles the kernel
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        gradients(head, hidden, target, autocast, 1.0)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in seen.key_averages()]
+    assert any("_row_kernel" in kernel for kernel in kernels)
+    assert not [kernel for kernel in kernels if re.search(r"align1(?!\d)", kernel)]

@@ -81,6 +81,36 @@ def test_weights_stay_where_there_is_room_those_that_come_first_first() -> None:
     assert found.choices.weights_away == paths[5:]
 
 
+@pytest.mark.parametrize("fastest", [1, 2, 5, 8])
+def test_as_much_state_comes_early_as_makes_it_fastest(fastest: int) -> None:
+    ahead = DEFERRED.state_ahead
+
+    def attempt(choices: Choices) -> Tried:
+        off = abs(max(choices.state_early / ahead, 1) - fastest)
+        return Tried(choices=choices, seconds=10 + off)
+
+    start = Tried(choices=DEFERRED, seconds=attempt(DEFERRED).seconds)
+    found = refine(start, attempt, gradients=GRADIENTS, host_steps=False)
+    assert found.choices.state_early == (fastest * ahead if fastest > 1 else 0)
+
+
+def test_what_the_host_steps_leaves_room_for_more_that_comes_early() -> None:
+    def attempt(choices: Choices) -> Tried | None:
+        has_room = choices.host_share >= 0.2 or not choices.state_early
+        seconds = 10 - 5 * min(choices.host_share, 0.2) - choices.state_early / 10
+        return Tried(choices=choices, seconds=seconds) if has_room else None
+
+    start = Tried(choices=DEFERRED, seconds=10.0)
+    found = refine(start, attempt, gradients=GRADIENTS, host_steps=True)
+    assert (found.choices.host_share, found.choices.state_early) == (0.2, 8 * DEFERRED.state_ahead)
+
+
+def test_steps_inside_backward_need_nothing_early() -> None:
+    machine = Machine()
+    assert machine.refine(INSIDE, host_steps=False).state_early == 0
+    assert not machine.tried
+
+
 def test_what_was_changed_to_make_room_stays() -> None:
     """Each step goes on from what fitted, not from where it began."""
 

@@ -154,6 +154,14 @@ def test_sizes_change_nothing(name: str, keep: int | None, bucket: int) -> None:
     same_bits(trained, plainly(name))
 
 
+@pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped", "masters, clipped"])
+@pytest.mark.parametrize("early", [1, 7, 10**6])
+@pytest.mark.parametrize("link", LINKS)
+def test_state_may_come_as_early_as_it_likes(name: str, early: int, link: str) -> None:
+    placement = {"keep_gradients": 2000, "bucket": 500, "ahead": 1, "early": early}
+    same_bits(on_host(name, LINKS[link](), **placement), plainly(name))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["plain", "clipped"])
 @pytest.mark.parametrize(
     "optimizer",

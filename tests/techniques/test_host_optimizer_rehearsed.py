@@ -143,6 +143,35 @@ def test_a_bound_step_takes_as_long_as_the_link() -> None:
         assert job.forward[-1] == pytest.approx(way_in, rel=0.25)
 
 
+def test_what_came_before_the_norm_was_known_is_not_waited_for() -> None:
+    """Backward brings state as it ends, and the forward, which is too short for all, finds it."""
+    waits = {}
+    for early in (1, 5):
+        with rehearsed(rows=1 << 10, early=early, ahead=1) as job:
+            for _ in range(3):
+                job.step()
+            waits[early] = job.forward[-1] - job.forward[0]
+    # The last of them are still on their way.
+    way_in = (5 - 1) * 2 * WEIGHT / LINK
+    assert 0.5 * way_in < waits[1] - waits[5] <= way_in
+
+
+def test_early_state_takes_the_memory_that_it_has_and_no_more() -> None:
+    peaks = {}
+    for early in (1, 2, 5):
+        with rehearsed(early=early, ahead=1) as job:
+            job.step()
+            loss = job.model(job.batch).sum()
+            job.host.settle()
+            job.recorder.reset_peak()
+            with job.host.backward():
+                loss.backward()
+            peaks[early] = job.recorder.peak_allocated
+            job.host.step()
+    assert peaks[2] - peaks[1] == pytest.approx(2 * WEIGHT, abs=SLACK)
+    assert peaks[5] - peaks[1] == pytest.approx(4 * 2 * WEIGHT, abs=SLACK)
+
+
 def test_a_long_forward_hides_all_but_the_beginning() -> None:
     with rehearsed(rows=1 << 16) as job:
         for _ in range(3):

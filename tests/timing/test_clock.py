@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomph.gpus import find_gpu
-from oomph.timing.clock import SHORTEST_KERNEL, Clock
+from oomph.timing.clock import BETWEEN_KERNELS, Clock
 from oomph.timing.ops import work_of
 from oomph.timing.work import Work
 
@@ -16,10 +18,10 @@ aten = torch.ops.aten
 
 def test_a_product_has_two_operations_for_each_triple_and_reads_and_writes_all() -> None:
     with FakeTensorMode():
-        left, right = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 4)
-        work = work_of(aten.mm.default, (left, right), torch.empty(8, 4))
+        left, right = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 8)
+        work = work_of(aten.mm.default, (left, right), torch.empty(8, 8))
     assert work == Work(
-        flops=2 * 8 * 16 * 4, dtype="bf16", bytes=2 * 128 + 4 * 64 + 4 * 32, kind="product"
+        flops=2 * 8 * 16 * 8, dtype="bf16", bytes=2 * 128 + 4 * 128 + 4 * 64, kind="product"
     )
 
 
@@ -47,13 +49,25 @@ def test_views_and_empty_tensors_are_no_work_and_a_lookup_reads_rows() -> None:
 def test_more_work_takes_no_less_time_and_nothing_takes_none() -> None:
     clock = Clock.of(find_gpu("h200"))
     assert clock.seconds(Work()) == 0
-    assert clock.seconds(Work(bytes=1)) == SHORTEST_KERNEL
+    assert clock.seconds(Work(bytes=1)) == pytest.approx(BETWEEN_KERNELS)
     sizes = [10**power for power in range(6, 14)]
     for times in (
         [clock.seconds(Work(bytes=size)) for size in sizes],
         [clock.seconds(Work(flops=size, dtype="bf16", kind="product", bytes=1)) for size in sizes],
     ):
         assert times == sorted(times) and times[-1] > times[0]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [Work(bytes=10**9), Work(flops=1e13, dtype="bf16", kind="product", bytes=10**9)],
+    ids=["moving", "multiplying"],
+)
+def test_what_reaches_half_of_its_kinds_rate_takes_twice_as_long(work: Work) -> None:
+    clock = Clock.of(find_gpu("h200"))
+    slower = dataclasses.replace(work, reach=0.5)
+    begun = [clock.seconds(one) - BETWEEN_KERNELS for one in (work, slower)]
+    assert begun[1] == pytest.approx(2 * begun[0])
 
 
 def test_formats_run_at_the_cards_own_rates() -> None:

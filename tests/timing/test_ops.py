@@ -179,3 +179,85 @@ def test_products_of_experts_count_the_rows_that_each_has(
     made = torch.empty(out, dtype=torch.bfloat16)
     work = work_of(torch.ops.aten._grouped_mm.default, given, made)
     assert (work.flops, work.kind, work.dtype) == (flops, "product", "bf16")
+
+
+@pytest.mark.parametrize(("classes", "slower"), [(50264, 1), (50260, 1.5), (50258, 3), (50257, 6)])
+def test_rows_that_begin_anywhere_are_multiplied_by_an_old_kernel(
+    classes: int, slower: float
+) -> None:
+    rows, weight = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 32), (classes, 32)))
+    (logits,) = works(lambda: rows @ weight.t())
+    assert 1 / logits.reach >= slower
+    assert (logits.reach == 1) is (classes % 8 == 0)
+    gradient = torch.empty(64, classes, dtype=torch.bfloat16)
+    for product in (lambda: gradient @ weight, lambda: gradient.t() @ rows):
+        (work,) = works(product)
+        assert work.reach == logits.reach
+
+
+def test_fp32_and_vectors_have_no_rows_that_could_begin_badly() -> None:
+    (work,) = works(lambda: torch.empty(64, 31) @ torch.empty(31, 7))
+    assert work.reach == 1
+    column = torch.empty(64, 1, dtype=torch.bfloat16)
+    (work,) = works(lambda: column.t() @ torch.empty(64, 32, dtype=torch.bfloat16))
+    assert work.reach == 1
+
+
+def narrow_attention(length: int, width: int, dropout: float) -> Work:
+    query = torch.empty(2, 8, length, width)
+    op = aten._scaled_dot_product_flash_attention.default
+    return work_of(op, (query, query, query, dropout, False), query)
+
+
+def test_attention_reaches_less_with_narrow_heads_odd_lengths_and_dropout() -> None:
+    assert narrow_attention(1024, 128, 0.0).reach == 1
+    assert narrow_attention(1024, 64, 0.0).reach == pytest.approx(0.64)
+    assert narrow_attention(257, 128, 0.0).reach == pytest.approx((257 / 384) ** 2)
+    assert narrow_attention(1024, 128, 0.1).reach == 0.5
+
+
+def test_an_optimizer_reads_four_numbers_of_a_parameter_and_writes_three() -> None:
+    weights, gradients, first, second = ([torch.empty(1000)] for _ in range(4))
+    with Sum() as log:
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            first,
+            second,
+            [],
+            [torch.ones(())],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+    (work,) = (one for one in log.works if one.bytes > 1000)
+    assert work.bytes == pytest.approx(7 * 4 * 1000, abs=8)
+    assert work.launches > 1, "the Python of a step is around it"
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_the_backward_of_a_convolution_is_two_of_its_products_whatever_its_groups(
+    groups: int,
+) -> None:
+    image, kernel = torch.empty(2, 8, 8, 8), torch.empty(16, 8 // groups, 3, 3)
+    made = torch.empty(2, 16, 8, 8)
+    sizes = [1, 1], [1, 1], [1, 1], False, [0, 0], groups
+    forward = work_of(aten.convolution.default, (image, kernel, None, *sizes), made)
+    backward = work_of(
+        aten.convolution_backward.default,
+        (made, image, kernel, None, *sizes, [True, True, False]),
+        (image, kernel),
+    )
+    assert backward.flops == 2 * forward.flops
+    assert (forward.kind == "convolution") is (groups < 8), "by itself a channel is only moved"
+    assert (forward.reach == 1) is (groups == 1)
+
+
+def test_what_is_read_with_steps_between_takes_longer() -> None:
+    x = torch.empty(64, 64)
+    plain, strided = works(lambda: (x + x, x + x.t()))
+    assert plain.bytes == strided.bytes and plain.reach > strided.reach

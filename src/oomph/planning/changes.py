@@ -131,7 +131,7 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="optimizer",
             field="optimizer_on",
-            with_it=("host_share", "gradient_room", "state_ahead", "weights_away"),
+            with_it=("host_share", "gradient_room", "state_ahead", "state_early", "weights_away"),
             # The host's kernels differ from the GPU's in the last bits.
             fidelity=Fidelity.ROUNDING if after.host_share else Fidelity.EXACT,
         ),

@@ -57,6 +57,8 @@ class Choices:
     """Bytes of gradients that wait on the GPU for the norm of all; the others wait on the host."""
     state_ahead: int = 4
     """Buckets of state that come from the host before they are stepped, and as many that leave."""
+    state_early: int = 0
+    """Buckets that come as backward ends, where no step is made before all gradients are known."""
     fp8: bool = False
     """Whether the linear layers of the blocks multiply in FP8."""
     cuda_graph: bool = False
@@ -90,6 +92,8 @@ class Choices:
             raise BadInput("the host has no share of an optimizer that is on the GPU")
         if self.state_ahead < 1:
             raise BadInput(f"at least one bucket of state comes ahead, not {self.state_ahead}")
+        if self.state_early < 0:
+            raise BadInput(f"no less than 0 buckets of state come early, not {self.state_early}")
         self._check_weights_away()
         if not 0 <= self.host_share <= 1:
             raise BadInput(f"the host's share is between 0 and 1, not {self.host_share}")

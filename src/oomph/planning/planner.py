@@ -585,11 +585,13 @@ class Planner:
                 return None
             checked[str(tried.choices)] = estimate, tried
             like[str(tried.choices.blocks)] = tried
-            return Tried(choices=tried.choices, seconds=tried.rehearsed)
+            seconds = self._rehearsed_seconds(estimate, tried)
+            return Tried(choices=tried.choices, seconds=seconds)
 
         profile = load_profile(self.gpu.name)
+        seconds = self._rehearsed_seconds(estimate, candidate)
         best = refine(
-            Tried(choices=candidate.choices, seconds=candidate.rehearsed),
+            Tried(choices=candidate.choices, seconds=seconds),
             attempt,
             gradients=self._gradient_bytes(candidate.choices),
             host_steps=profile is not None

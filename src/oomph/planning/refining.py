@@ -1,9 +1,9 @@
 """What is tried rather than heard, where the optimizer left the GPU: who waits where, who steps.
 
-How many gradients wait on the GPU for the norm of all, how many blocks have their weights there and
-what share of the steps the host's cores make decides which copies meet in a step. Only a rehearsal
-of the whole step knows what that comes to, so each is raised for as long as it makes the step
-faster.
+How many gradients wait on the GPU for the norm of all, how many blocks have their weights there,
+how much state comes before that norm is known and what share of the steps the host's cores make
+decides which copies meet in a step. Only a rehearsal of the whole step knows what that comes to, so
+each is raised for as long as it makes the step faster.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from oomph.planning.choices import Choices
 PARTS = tuple(part / 8 for part in range(1, 9))
 #: What the host's cores may have to step.
 SHARES = tuple(part / 10 for part in range(1, 10))
+#: Buckets of state that come before all gradients are known, in those that come ahead anyway.
+EARLY = tuple(range(2, 9))
 #: How much faster a step must get for the next one to be tried.
 WORTH_IT = 0.99
 
@@ -50,10 +52,22 @@ def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -
         # Those that forward needs first have the least time to come.
         fewer = [away[math.ceil(part * len(away)) :] for part in PARTS]
         best = _climb(best, [_setting(weights_away=paths) for paths in fewer], attempt)
+    best = _come_early(best, attempt)
     if host_steps:
-        # Last: how fast the host is beside all else is what is known least.
-        best = _climb(best, [_setting(host_share=share) for share in SHARES], attempt)
+        # Late: how fast the host is beside all else is what is known least.
+        shared = _climb(best, [_setting(host_share=share) for share in SHARES], attempt)
+        # What the host steps leaves room on the GPU.
+        best = _come_early(shared, attempt) if shared is not best else best
     return best
+
+
+def _come_early(best: Tried, attempt: Attempt) -> Tried:
+    """With as much state before the norm of all gradients as makes it faster."""
+    if best.choices.gradient_room is None:
+        return best
+    counts = [times * best.choices.state_ahead for times in EARLY]
+    more = [count for count in counts if count > best.choices.state_early]
+    return _climb(best, [_setting(state_early=count) for count in more], attempt)
 
 
 def _setting(**fields: object) -> Move:

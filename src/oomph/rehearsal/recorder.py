@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         """Let the clock go on by the time a kernel takes."""
         if self.clock is not None and (seconds := self.clock.seconds(work)):
             self.seconds += seconds
-            self.launches += 1
+            self.launches += work.launches
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

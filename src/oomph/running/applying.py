@@ -297,6 +297,7 @@ class Applied:
                 keep_gradients=choices.gradient_room,
                 bucket=bucket_bytes(trained),
                 ahead=choices.state_ahead,
+                early=choices.state_early,
             ),
             blocks=[find_module(stage.model, path) for path in choices.blocks] or None,
             masters=stage.masters,

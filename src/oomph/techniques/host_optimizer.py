@@ -35,7 +35,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +73,9 @@ from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import StreamedWeights
 
+#: Buckets that backward completes for each that comes early: weights use the same way.
+EARLY_PACE = 3
+
 
 class RoundedMasters(Masters, Protocol):
     """Masters that somebody else may round into the model; see `MasterWeights`."""
@@ -96,6 +99,9 @@ class HostPlacement:
     """Bytes of weights, or of their masters, that are stepped together."""
     ahead: int = 2
     """Buckets that may be on their way to the GPU at a time, and as many on their way back."""
+    early: int = 0
+    """Buckets that come as backward ends, before the norm of all gradients is known, if these are
+    more; as many may be on their way back in the forward that follows."""
 
 
 class HostOptimizer:
@@ -127,6 +133,7 @@ class HostOptimizer:
         self._optimizer = optimizer
         self._link = link
         self._placement = placement
+        self._early = max(placement.early, placement.ahead)
         self._masters = masters
         self._clip_norm = clip_norm
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -155,7 +162,7 @@ class HostOptimizer:
         self._first_use = FirstUse(
             model, repeated_blocks(model) if blocks is None else blocks, self._before_unit
         )
-        self._order = _Order([], [], set(), ())
+        self._order = _Order([], [], set(), (), set())
         #: Each device has its own backward thread.
         self._lock = threading.Lock()
         self._handles: list[RemovableHandle] = []
@@ -264,7 +271,7 @@ class HostOptimizer:
         self._first_use.remove()
         self._follow_weights(None)
         self._trained, self._by_leaf, self._pending = [], {}, {}
-        self._order = _Order([], [], set(), ())
+        self._order = _Order([], [], set(), (), set())
         self._begin_batch()
         self._sent_coefficient = self._coefficient_room = self._next = None
 
@@ -337,6 +344,7 @@ class HostOptimizer:
             make_buckets(on_host, size, may_cut=may_cut),
             _leaving(streamed, self._placement.keep_gradients) | set(on_host),
             [trained for trained in ordered if trained.leaf not in unit_of],
+            _first_unit(ordered, unit_of),
         )
 
     def _place_counter(self, trained: Trained, device: torch.device) -> None:
@@ -439,8 +447,10 @@ class HostOptimizer:
         if not self.defers:
             self._step_inside(complete)
             self._prefetch_inside()
-        elif len(self._missing) <= self._placement.ahead:
-            self._prefetch(0)  # backward is nearly over: there is room, and little time to lose
+        else:
+            # Backward is nearly over: there is room, as much as what it completes leaves behind.
+            others = max(len(self._missing) - self._order.at_once, 0)
+            self._prefetch(0, self._early - others // EARLY_PACE)
 
     def _arrived_in_buckets(self, trained: Trained) -> list[Bucket]:
         """Note it in its buckets; those of them that are complete now."""
@@ -495,7 +505,7 @@ class HostOptimizer:
                 self._used(bucket, self._pending)
         self._gradients.release()
         self._advance(self._order.stop_of_unused)
-        self._prefetch(self._next)
+        self._prefetch(self._next, self._placement.ahead)
 
     def _before_unit(self, unit: int) -> None:
         """A part of the model is about to be used: have its parameters ready."""
@@ -562,17 +572,17 @@ class HostOptimizer:
         assert self._next is not None
         while self._next < stop:
             bucket = self._order.streamed[self._next]
-            self._prefetch(self._next)
+            self._prefetch(self._next, self._placement.ahead)
             with self._or_dirty(), torch.autocast(self._device_type, enabled=False):
                 self._streamed.step(bucket, self._pending, self._groups, self._pending_coefficient)
             self._used(bucket, self._pending)
             self._next += 1
-            self._streamed.release(self._placement.ahead)
-            self._prefetch(self._next)
+            self._streamed.release(self._early)
+            self._prefetch(self._next, self._placement.ahead)
 
-    def _prefetch(self, start: int) -> None:
+    def _prefetch(self, start: int, count: int) -> None:
         """Have the next buckets come in; their gradients too, once a step has begun."""
-        for bucket in self._order.streamed[start : start + self._placement.ahead]:
+        for bucket in self._order.streamed[start : start + max(count, 0)]:
             self._streamed.fetch(bucket)
             if self._next is not None:
                 self._streamed.fetch_gradients(bucket, self._gradients)
@@ -765,6 +775,7 @@ class _Order:
         on_host: list[Bucket],
         leaving: set[Trained],
         unused: Collection[Trained],
+        first: set[Trained],
     ) -> None:
         self.streamed = streamed
         self.on_host = on_host
@@ -772,6 +783,8 @@ class _Order:
         self.leaving = leaving
         self.buckets = [*streamed, *on_host]
         self.streamed_set = set(streamed)
+        #: How many buckets backward completes all at once, as its last.
+        self.at_once = sum(first.issuperset(bucket.parameters) for bucket in streamed)
         self.host_stepped = {t for bucket in on_host for t in bucket.parameters}
         #: By parameter: how many buckets have to be stepped before it may be used.
         self.stop = {trained: at + 1 for trained, at in last_of(streamed).items()}
@@ -832,6 +845,12 @@ def _split(ordered: list[Trained], host_share: float) -> tuple[list[Trained], li
         at -= 1
         taken += ordered[at].leaf.numel()
     return ordered[:at], ordered[at:]
+
+
+def _first_unit(ordered: list[Trained], unit_of: Mapping[Tensor, int]) -> set[Trained]:
+    """What the part of the model that runs first has, such as a large embedding."""
+    first = min((unit for t in ordered if (unit := unit_of.get(t.leaf)) is not None), default=None)
+    return {trained for trained in ordered if unit_of.get(trained.leaf) == first}
 
 
 def _leaving(ordered: Iterable[Trained], keep: int | None) -> set[Trained]:

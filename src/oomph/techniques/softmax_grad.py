@@ -6,6 +6,10 @@ as the vocabulary is kept for backward, and nothing is computed twice.
 
 The gradients are kept unscaled until backward, where they are multiplied by the incoming gradient
 over the number of targets, in fp32: small numbers do not vanish in fp16.
+
+On a GPU, half-precision products over a vocabulary that is no multiple of 8 cannot load 16 bytes at
+a time and take several times as long. There the weight is copied with rows of zeros behind it, and
+the logits get as many columns, which have no part in the softmax and a gradient of zero.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ _CONVERTED_AT_A_TIME = 1 << 22
 #: fp16 knows no number below 6e-8, and a rare token's probability is near that. A power of two, so
 #: that nothing is rounded, and small enough for the rows' gradient to stay below fp16's largest.
 _FP16_FACTOR = 256.0
+#: Half-precision numbers in 16 bytes, which fast kernels load at a time.
+_LOADED_AT_A_TIME = 8
+#: What a vocabulary is padded to that is no multiple of these: whole tiles, and little memory.
+_PADDED_TO = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def padded_vocabulary(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Columns of logits of `dtype` on `device`: more than classes where that is faster."""
+    slow = (
+        vocabulary % _LOADED_AT_A_TIME
+        and dtype in (torch.bfloat16, torch.float16)
+        and device.type == "cuda"
+    )
+    return vocabulary + -vocabulary % _PADDED_TO if slow else vocabulary
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,22 +93,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wide = wide_dtype(dtype)
         factor = _FP16_FACTOR if dtype is torch.float16 else 1.0
         wants_rows, wants_weight, wants_bias = wanted
+        vocabulary, width = weight.shape
+        columns = padded_vocabulary(vocabulary, dtype, rows.device)
         # `new_*` name no device, so a rehearsal puts them where the rows are.
         total = rows.new_zeros((), dtype=wide)
         rows_grad = rows.new_empty(rows.shape, dtype=dtype) if wants_rows else None
-        weight_grad = weight.new_empty(weight.shape, dtype=wide) if wants_weight else None
-        bias_grad = weight.new_zeros(len(weight), dtype=wide) if wants_bias else None
+        weight_grad = weight.new_empty((columns, width), dtype=wide) if wants_weight else None
+        bias_grad = weight.new_zeros(columns, dtype=wide) if wants_bias else None
         # Cast by hand: autocast may be on since the logits were asked for, and a copy of the weight
         # that it keeps from here, without a graph, would cut off the weight's later uses.
         with torch.autocast(rows.device.type, enabled=False):
-            cast_weight = weight.to(dtype)
-            cast_bias = bias.to(dtype) if bias is not None else None
+            cast_weight = _cast_and_pad(weight, dtype, columns)
+            cast_bias = _cast_and_pad(bias, dtype, columns) if bias is not None else None
             for start in range(0, len(rows), options.tokens):
                 chunk = slice(start, start + options.tokens)
                 part = rows[chunk].to(dtype)
                 logits = F.linear(part, cast_weight, cast_bias)
                 losses = cross_entropy_chunk(
-                    logits, target[chunk], options.ignore_index, options.scale, factor, any(wanted)
+                    logits,
+                    target[chunk],
+                    vocabulary,
+                    options.ignore_index,
+                    options.scale,
+                    factor,
+                    any(wanted),
                 )
                 total += losses.sum()
                 if rows_grad is not None:
@@ -104,7 +130,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if any(wanted):
             # Without a target that counts the loss is 0/0, and the gradient zero.
             divisor = count.clamp(min=1) if count is not None else None
-            ctx.save_for_backward(rows_grad, weight_grad, bias_grad, divisor)
+            of_classes = (_without_padding(grad, vocabulary) for grad in (weight_grad, bias_grad))
+            ctx.save_for_backward(rows_grad, *of_classes, divisor)
             ctx.multiplier = options.scale / factor
             ctx.dtypes = rows.dtype, weight.dtype, bias.dtype if bias is not None else None
             ctx.tokens = options.tokens
@@ -124,6 +151,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for unscaled, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (*scaled, None, None, None)
+
+
+def _cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+    """The tensor in `dtype`, with rows of zeros behind its own."""
+    if len(tensor) == rows:
+        return tensor.to(dtype)
+    padded = tensor.new_empty((rows, *tensor.shape[1:]), dtype=dtype)
+    padded[: len(tensor)] = tensor
+    padded[len(tensor) :] = 0
+    return padded
+
+
+def _without_padding(gradient: Tensor | None, rows: int) -> Tensor | None:
+    """The first rows, in the same memory."""
+    if gradient is None or len(gradient) == rows:
+        return gradient
+    # A plain slice keeps the whole tensor, and autograd adds the gradient of a tied embedding in
+    # place only where nobody else holds the memory.
+    return gradient[:rows].data
 
 
 def _scaled(
@@ -177,6 +223,7 @@ def _(left: Any, right: Any, *_: Any, **__: Any) -> int:
 def cross_entropy_chunk(
     logits: Tensor,
     target: Tensor,
+    vocabulary: int,
     ignore_index: int,
     scale: float,
     factor: float,
@@ -184,10 +231,18 @@ def cross_entropy_chunk(
 ) -> Tensor:
     """Each row's loss; with `needs_grad`, the logits become `factor * (softmax - one-hot)`.
 
-    Rows whose target is `ignore_index` have no loss and no gradient. Without `needs_grad` the
-    logits are left in any state.
+    Columns beyond the `vocabulary` are padding: whatever is in them, the losses do not see it, and
+    it becomes zero. Rows whose target is `ignore_index` have no loss and no gradient. Without
+    `needs_grad` the logits are left in any state.
     """
-    return _plain_chunk(logits, target, ignore_index, scale, factor, needs_grad)
+    classes = _clear_padding(logits, vocabulary)
+    return _plain_chunk(classes, target, ignore_index, scale, factor, needs_grad)
+
+
+def _clear_padding(logits: Tensor, vocabulary: int) -> Tensor:
+    """The logits without their padding, which is zero from now on."""
+    logits[:, vocabulary:] = 0
+    return logits[:, :vocabulary]
 
 
 def _plain_chunk(
@@ -220,9 +275,7 @@ def _plain_chunk(
 
 
 @cross_entropy_chunk.register_fake
-def _(
-    logits: Tensor, target: Tensor, ignore_index: int, scale: float, factor: float, needs_grad: bool
-) -> Tensor:
+def _(logits: Tensor, *_: Any, **__: Any) -> Tensor:
     return logits.new_empty(len(logits), dtype=wide_dtype(logits.dtype))
 
 
@@ -237,13 +290,15 @@ if importlib.util.find_spec("triton") is not None:
     def _(
         logits: Tensor,
         target: Tensor,
+        vocabulary: int,
         ignore_index: int,
         scale: float,
         factor: float,
         needs_grad: bool,
     ) -> Tensor:
         if logits.dtype is torch.float64:
-            return _plain_chunk(logits, target, ignore_index, scale, factor, needs_grad)
+            classes = _clear_padding(logits, vocabulary)
+            return _plain_chunk(classes, target, ignore_index, scale, factor, needs_grad)
         losses = logits.new_empty(len(logits), dtype=torch.float32)
         with torch.cuda.device(logits.device):
             _row_kernel[(len(logits),)](
@@ -252,6 +307,7 @@ if importlib.util.find_spec("triton") is not None:
                 losses,
                 logits.stride(0),
                 logits.shape[1],
+                vocabulary,
                 ignore_index,
                 scale,
                 factor,
@@ -267,6 +323,7 @@ if importlib.util.find_spec("triton") is not None:
         target,
         losses,
         row_stride,
+        width,
         vocabulary,
         ignore_index,
         scale,
@@ -281,9 +338,9 @@ if importlib.util.find_spec("triton") is not None:
         if wanted == ignore_index:
             tl.store(losses + row, 0.0)
             if NEEDS_GRAD:
-                for start in range(0, vocabulary, BLOCK):
+                for start in range(0, width, BLOCK):
                     at = start + columns
-                    tl.store(logits + at, 0.0, mask=at < vocabulary)
+                    tl.store(logits + at, 0.0, mask=at < width)
             return
         # A target outside the vocabulary makes its row NaN: heard of without asking the GPU.
         known = (wanted >= 0) & (wanted < vocabulary)
@@ -293,9 +350,9 @@ if importlib.util.find_spec("triton") is not None:
         total = 0.0
         for start in range(0, vocabulary, BLOCK):
             at = start + columns
-            inside = at < vocabulary
-            x = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32) * scale
-            x = tl.where(inside, x, float("-inf"))
+            # Up to the width, not the vocabulary: of an odd number, Triton loads one at a time.
+            x = tl.load(logits + at, mask=at < width, other=0.0).to(tl.float32) * scale
+            x = tl.where(at < vocabulary, x, float("-inf"))
             higher = tl.maximum(peak, tl.max(x, 0))
             # Logits may be masked with -inf, a whole block of them: -inf - -inf is NaN.
             shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -305,10 +362,10 @@ if importlib.util.find_spec("triton") is not None:
         if NEEDS_GRAD:
             tl.debug_barrier()  # every warp has read the target's logit before one overwrites it
             share = tl.where(known, factor / total, float("nan"))
-            for start in range(0, vocabulary, BLOCK):
+            for start in range(0, width, BLOCK):
                 at = start + columns
-                inside = at < vocabulary
-                x = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32) * scale
+                x = tl.load(logits + at, mask=at < width, other=0.0).to(tl.float32) * scale
                 gradient = tl.exp(x - peak) * share
                 gradient = tl.where(at == wanted, gradient - factor, gradient)
-                tl.store(logits + at, gradient, mask=inside)
+                gradient = tl.where(at < vocabulary, gradient, 0.0)
+                tl.store(logits + at, gradient, mask=at < width)

@@ -384,7 +384,7 @@ class StreamedWeights:
         memory = arrival.memory
         if memory is None:
             memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
-        after = [write for parameter in unit.places for write in self._writes.get(parameter, ())]
+        after = [write for parameter in arrival.coming for write in self._writes.get(parameter, ())]
         pairs = arrival.copies_into(memory)
         unit.memory, unit.copies = memory, []
         unit.versions = {parameter: self._versions[parameter] for parameter in unit.places}
@@ -581,6 +581,11 @@ class _Arrival:
         missing = {parameter: place.nbytes for parameter, place in unit.places.items()}
         return cls(unit=unit, missing=missing)
 
+    @property
+    def coming(self) -> list[nn.Parameter]:
+        """What is read from the host: nothing of what was put into the memory."""
+        return [parameter for parameter, nbytes in self.missing.items() if nbytes]
+
     def copies_into(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What must still come from the host, and where it belongs."""
         unit = self.unit
@@ -591,8 +596,7 @@ class _Arrival:
         lent = {place: source for source, place in unit.borrowed}
         return [
             (lent.get(place, place.bytes_in(unit.slab)), place.bytes_in(memory))
-            for parameter, place in unit.places.items()
-            if self.missing[parameter]
+            for place in (unit.places[parameter] for parameter in self.coming)
         ]
 
 

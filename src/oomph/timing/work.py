@@ -17,3 +17,7 @@ class Work:
     kind: str = "elementwise"
     """`product`, `attention`, `convolution` or `elementwise`; each reaches its own part of the
     card's rate."""
+    reach: float = 1.0
+    """The part of what its kind reaches that its own shapes and kernel allow."""
+    launches: int = 1
+    """The time of the host that it takes, in launches of a plain kernel."""
