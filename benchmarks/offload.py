@@ -323,10 +323,12 @@ def run_row(case: Case, row: Row, seat: Seat) -> dict[str, Any]:
         begin(training, None if row.budget is None else int(row.budget * GIB))
         step = row.make_step(training)
         losses = run_steps(step, WARM_UP)
+        retries = peaks()["retries"]
         with seat.alone():
             seconds = clock(step, TIMED_STEPS)
         tokens = training.batch["input_ids"].numel()
-        return {"rate": tokens / seconds, "seconds": seconds, "losses": losses, **peaks()}
+        found = {"rate": tokens / seconds, "seconds": seconds, "losses": losses, **peaks()}
+        return found | {"retries_while_timed": found["retries"] - retries}
 
     began = time.perf_counter()
     cell = attempt(run)

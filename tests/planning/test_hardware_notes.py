@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from oomph.gpus import find_gpu
-from oomph.planning.hardware_notes import size_notes
+from oomph.planning.hardware_notes import odd_sizes, size_notes
 
 
 def odd_model() -> nn.Module:
@@ -14,14 +14,24 @@ def odd_model() -> nn.Module:
 
 
 def test_the_largest_layer_with_an_odd_size_is_named_with_the_next_friendly_size() -> None:
-    (note,) = size_notes(odd_model(), "bf16-mixed", find_gpu("h200"))
+    (note,) = size_notes(odd_sizes(odd_model(), "bf16-mixed", find_gpu("h200")))
     assert note.startswith("2 has a size of 50,257")
     assert "50,264" in note
     assert "2 more sizes" in note
 
 
 def test_friendly_sizes_are_not_mentioned() -> None:
-    assert size_notes(nn.Linear(64, 128), "bf16-mixed", find_gpu("h200")) == []
+    assert odd_sizes(nn.Linear(64, 128), "bf16-mixed", find_gpu("h200")) == []
+    assert size_notes([]) == []
+
+
+def test_a_head_that_is_padded_is_not_mentioned_but_for_its_input() -> None:
+    h200 = find_gpu("h200")
+    (note,) = size_notes(odd_sizes(odd_model(), "bf16-mixed", h200), padded_head="2")
+    assert "50,257" not in note and "1 more sizes" in note
+    odd_input = nn.Sequential(nn.Linear(30, 50257))
+    (note,) = size_notes(odd_sizes(odd_input, "bf16-mixed", h200), padded_head="0")
+    assert note.startswith("0 has a size of 30:")
 
 
 @pytest.mark.parametrize(
@@ -29,4 +39,4 @@ def test_friendly_sizes_are_not_mentioned() -> None:
 )
 def test_only_half_precision_on_tensor_cores_is_told(precision: str, gpu: str | None) -> None:
     card = find_gpu(gpu) if gpu is not None else None
-    assert size_notes(odd_model(), precision, card) == []
+    assert odd_sizes(odd_model(), precision, card) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from torch import nn
 
 from oomph.gpus import GPU
@@ -12,28 +15,43 @@ FRIENDLY = 8
 TENSOR_CORES = (7, 0)
 
 
-def size_notes(model: nn.Module, precision: str, gpu: GPU | None) -> list[str]:
-    """Linear layers whose sizes Tensor Cores do not like, the largest first, in words."""
+class OddSize(NamedTuple):
+    """A side of a linear layer that Tensor Cores do not like."""
+
+    parameters: int
+    path: str
+    size: int
+    of_results: bool
+    """Whether it is the layer's results that have this size, not its input."""
+
+
+def odd_sizes(model: nn.Module, precision: str, gpu: GPU | None) -> list[OddSize]:
+    """Those of a model's linear layers, the largest layer first."""
     if gpu is None or gpu.compute_capability is None or gpu.compute_capability < TENSOR_CORES:
         return []
     if precision not in ("bf16", "bf16-mixed", "fp16-mixed"):
         return []
-    odd = sorted(
+    return sorted(
         (
-            (module.in_features * module.out_features, path, size)
+            OddSize(module.in_features * module.out_features, path, size, of_results)
             for path, module in model.named_modules()
             if isinstance(module, nn.Linear)
-            for size in (module.in_features, module.out_features)
+            for size, of_results in ((module.in_features, False), (module.out_features, True))
             if size % FRIENDLY
         ),
         reverse=True,
     )
+
+
+def size_notes(sizes: Iterable[OddSize], padded_head: str | None = None) -> list[str]:
+    """They in words; a head with a chunked loss is left out, as that pads the logits itself."""
+    odd = [one for one in sizes if one.path != padded_head or not one.of_results]
     if not odd:
         return []
-    _, path, size = odd[0]
-    padded = -(-size // FRIENDLY) * FRIENDLY
+    largest = odd[0]
+    friendly = -(-largest.size // FRIENDLY) * FRIENDLY
     others = f"; {len(odd) - 1} more sizes are like that" if len(odd) > 1 else ""
     return [
-        f"{path} has a size of {size:,}: Tensor Cores are faster with multiples of {FRIENDLY}, such"
-        f" as {padded:,}{others}"
+        f"{largest.path} has a size of {largest.size:,}: Tensor Cores are faster with multiples of"
+        f" {FRIENDLY}, such as {friendly:,}{others}"
     ]

@@ -37,7 +37,7 @@ from oomph.planning.audition import (
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.changes import describe_changes, fusing_rounds
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
-from oomph.planning.hardware_notes import size_notes
+from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.refining import Tried, refine
 from oomph.planning.solver import Solution, leanest, solve
@@ -170,6 +170,7 @@ class Planner:
     say: Say
     notes: list[str] = dataclasses.field(default_factory=list)
     heard: list[Audition] = dataclasses.field(default_factory=list)
+    odd_sizes: list[OddSize] = dataclasses.field(default_factory=list)
     made_for: MadeFor | None = None
     _weights: str | None = None
     """The way to hold the weights that was best for the first size."""
@@ -229,7 +230,7 @@ class Planner:
     def _remember(self, model: nn.Module, optimizer: Any) -> None:
         gpu = self.gpu.name if self.gpu is not None else None
         self.made_for = MadeFor.of(self.job.name, model, make_batch(self.job), optimizer, gpu)
-        self.notes += size_notes(model, self.job.precision, self.gpu)
+        self.odd_sizes = odd_sizes(model, self.job.precision, self.gpu)
 
     # -- what could be done -----------------------------------------------------------------------
 
@@ -777,10 +778,12 @@ class Planner:
             )
         unlimited = self._unlimited()
         seconds = candidate.rehearsed or candidate.heard.seconds(candidate.solution)
+        choices = candidate.choices
+        sizes = size_notes(self.odd_sizes, choices.head if choices.loss_chunk is not None else None)
         return Plan(
             made_for=self.made_for,
             budget=self.budget,
-            choices=candidate.choices,
+            choices=choices,
             predicted=Predicted(
                 peak=estimate.peak,
                 host=estimate.timeline.host_bytes,
@@ -799,7 +802,7 @@ class Planner:
             ),
             gap=candidate.solution.gap,
             changes=changes,
-            notes=tuple(dict.fromkeys((*self.notes, *estimate.notes))),
+            notes=tuple(dict.fromkeys((*self.notes, *sizes, *estimate.notes))),
             planning_seconds=planning_seconds,
             checked=estimate,
         )

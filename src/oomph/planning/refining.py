@@ -22,7 +22,7 @@ SHARES = tuple(part / 10 for part in range(1, 10))
 #: Buckets of state that come before all gradients are known, in those that come ahead anyway.
 EARLY = tuple(range(2, 9))
 #: How much faster a step must get for the next one to be tried.
-WORTH_IT = 0.99
+WORTH_IT = 0.995
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,8 @@ def work_of(func: Any, args: Sequence[Any], out: Any) -> Work:
     read = sum(_nbytes(tensor) for tensor in _tensors(args))
     if _steps_an_optimizer(name):
         moved = read + _updated(func, args)
-        return Work(bytes=moved, reach=_STEP_REACH, launches=_STEP_LAUNCHES)
+        launches = _STEP_LAUNCHES if name.startswith(_FUSED) else 1
+        return Work(bytes=moved, reach=_STEP_REACH, launches=launches)
     if packet not in flop_registry and packet not in _ATTENTION and packet not in _GROUPED:
         return Work(bytes=read + written, reach=_moving_reach(packet, args))
     if (groups := _groups(packet, args)) > 1 and args[_WEIGHT[packet]].shape[1] == 1:
@@ -78,8 +79,9 @@ def work_of(func: Any, args: Sequence[Any], out: Any) -> Work:
 
 #: What kernels over many tensors reach of the bandwidth.
 _STEP_REACH = 0.84
-#: Around such a kernel there is the Python of an optimizer's step.
-_STEP_LAUNCHES = 3
+_FUSED, _MANY = "aten._fused_", "aten._foreach_"
+#: Around the one kernel of a fused step there is the Python of an optimizer.
+_STEP_LAUNCHES = 5
 #: Kernels that read what they are given several times, or write to places all over memory.
 SLOW = {
     aten.native_layer_norm_backward: 0.3,
@@ -110,7 +112,7 @@ def _moving_reach(packet: Any, args: Sequence[Any]) -> float:
 
 
 def _steps_an_optimizer(name: str) -> bool:
-    return name.startswith(("aten._fused_", "aten._foreach_"))
+    return name.startswith((_FUSED, _MANY))
 
 
 def _updated(func: Any, args: Sequence[Any]) -> int:
