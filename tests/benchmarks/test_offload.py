@@ -65,7 +65,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "set_up", functools.partial(set_up, device="cpu"))
     monkeypatch.setattr(offload, "begin", lambda training, budget: None)
     monkeypatch.setattr(offload, "clock", lambda step, count: float(step() > 0))
-    monkeypatch.setattr(offload, "peaks", lambda: {"allocated": 2 << 30, "reserved": 3 << 30})
+    taken = {"allocated": 2 << 30, "reserved": 3 << 30, "retries": 0}
+    monkeypatch.setattr(offload, "peaks", lambda: taken)
     monkeypatch.setattr(offload, "environment", dict)
     monkeypatch.setattr(offload, "LEARNING_RATE", 1e-3)  # a step or two must be seen
 
