@@ -32,6 +32,7 @@ from benchmarks.real_steps import (
     begin,
     clock,
     environment,
+    made_here,
     peaks,
     run_steps,
     set_up,
@@ -52,9 +53,7 @@ from oomph.job_sources import job_from_name
 from oomph.planning.plan import Plan
 from oomph.planning.planner import plan as make_plan
 from oomph.rehearsal.hidden import device_overhead
-from oomph.running.applying import apply_choices
-from oomph.running.evaluating import evaluate_batch
-from oomph.running.step import train_step
+from oomph.running.run import apply
 
 GPU = "h200"
 #: Ways to end that say nothing about the plan.
@@ -203,25 +202,22 @@ def plan_pair(pair: Pair) -> tuple[str, Entry]:
 
 def run_pair(pair: Pair, entry: Entry, seat: Seat) -> Entry:
     """Train under the plan and its cap, evaluate and save: all that the plan made promises for."""
-    plan = Plan.from_dict(entry["plan"])
+    plan = made_here(Plan.from_dict(entry["plan"]))
     job = pair.job()
     training = set_up(job)
     if plan.choices.leaves:
         training.model.cpu()  # it comes to the card as far as the plan says
     begin(training, plan.budget)
-    stage, _ = apply_choices(
-        plan.choices,
-        dataclasses.replace(job, batch=training.batch),
-        training.model,
-        training.optimizer,
-        device_type=training.device.type,
+    planned = dataclasses.replace(
+        job, model=training.model, optimizer=training.optimizer, batch=training.batch
     )
-    step = functools.partial(train_step, stage, training.batch)
+    run = apply(plan, planned, device=training.device)
+    step = functools.partial(run.step, training.batch)
     found: Entry = {"losses": run_steps(step, 2)}
     with seat.alone():
         found["seconds"] = clock(step, 3)
-    evaluate_batch(stage, training.batch)
-    for tensor in training.model.state_dict().values():
+    run.evaluate([training.batch])
+    for tensor in run.model.state_dict().values():
         tensor.cpu()
     return found | peaks() | {"environment": environment()}
 

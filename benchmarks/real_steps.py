@@ -61,7 +61,11 @@ def set_up(job: Job, device: str = "cuda") -> Training:
 
 def load_plan(path: Path) -> Plan:
     """A plan that was made here or elsewhere, by another PyTorch: what it says is tried here."""
-    plan = Plan.load(path)
+    return made_here(Plan.load(path))
+
+
+def made_here(plan: Plan) -> Plan:
+    """The same, as if this PyTorch had made it."""
     here = dataclasses.replace(plan.made_for, torch=torch_version())
     return dataclasses.replace(plan, made_for=here)
 

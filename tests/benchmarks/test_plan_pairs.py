@@ -34,6 +34,7 @@ from benchmarks.side_by_side import SharedCard
 from oomph.errors import DoesNotFit
 from oomph.job import Job
 from oomph.planning.planner import plan as make_plan
+from oomph.running.run import Run
 from oomph.units import GIB
 
 
@@ -138,7 +139,7 @@ def test_a_pair_trains_evaluates_and_is_timed_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Pair, "job", lambda pair: job())
     monkeypatch.setattr(plans, "set_up", functools.partial(set_up, device="cpu"))
     monkeypatch.setattr(plans, "begin", lambda training, budget: seen.append(budget))
-    monkeypatch.setattr(plans, "evaluate_batch", lambda stage, batch: seen.append("evaluated"))
+    monkeypatch.setattr(Run, "evaluate", lambda run, batches: seen.append("evaluated"))
     monkeypatch.setattr(plans, "clock", clock)
     monkeypatch.setattr(plans, "peaks", lambda: {"reserved": GIB})
     monkeypatch.setattr(plans, "environment", dict)

@@ -46,6 +46,7 @@ from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.hidden import device_overhead
+from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Timeline
 from oomph.techniques.allocator_settings import EXPANDABLE
@@ -282,7 +283,7 @@ class Planner:
     def _bases(self, size: int | None) -> list[Choices]:
         """Choices of everything but the blocks, for one size of micro-batch."""
         if self._like is not None:
-            return [self._base(self._like, size)]
+            return _stepping_later(self._base(self._like, size))
         precision = self.job.precision
         if precision == "fp32" and self.gpu is not None and self.allow.allows(Fidelity.ROUNDING):
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
@@ -308,7 +309,9 @@ class Planner:
             bases += [dataclasses.replace(one, low_bit_state=True) for one in bases]
         if self._may_multiply_in_fp8(plain):
             bases += [dataclasses.replace(one, fp8=True) for one in bases]
-        return [away for one in bases for away in self._away(one)] if self._leaving else bases
+        if self._leaving:
+            return [away for one in bases for away in self._away(one)]
+        return [later for one in bases for later in _stepping_later(one)]
 
     def _away(self, base: Choices) -> list[Choices]:
         """The same with the optimizer on the host, then with more and more beside it."""
@@ -394,6 +397,8 @@ class Planner:
         for base in self._bases(size):
             if base.leaves and self._is_fast_enough(heard, base.weights):
                 continue
+            if base.optimizer_in_backward and self._is_faster_later(heard, base):
+                continue
             before = next((one for one in self.heard if one.choices == base), None)
             one = before or self._hear(base)
             if one is None:
@@ -412,6 +417,19 @@ class Planner:
             candidate.heard.seconds(candidate.solution) <= FAST_ENOUGH * one.fastest
             for one in heard
             if one.choices.leaves and one.choices.weights == weights
+            for candidate in self._solutions(one, rooms)
+        )
+
+    def _is_faster_later(self, heard: list[Audition], base: Choices) -> bool:
+        """Whether the step after backward loses less than the copies of one inside it would."""
+        later = dataclasses.replace(base, optimizer_in_backward=False)
+        weights = (2 if base.precision == "bf16" else 4) * self.found.trainable
+        copies = weights / LinkRates.of(self.gpu).out if self.gpu is not None else 0.0
+        rooms = self._rooms()
+        return any(
+            candidate.heard.seconds(candidate.solution) <= candidate.heard.fastest + copies
+            for one in heard
+            if one.choices == later
             for candidate in self._solutions(one, rooms)
         )
 
@@ -628,7 +646,7 @@ class Planner:
                 break
             checked.add(str(candidate.choices))
             room = rooms[_kind(candidate.choices)]
-            estimate, candidate = self._check_simplest(candidate, room)
+            estimate, candidate = self._check(candidate)
             if candidate.rehearsed is not None:
                 self._slower[_way(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if estimate.fits:
@@ -705,16 +723,6 @@ class Planner:
         if not self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
             return "8-bit optimizer state needs less: --allow lossy"
         return "a shorter sequence, a smaller model or a larger card would do"
-
-    def _check_simplest(self, candidate: _Candidate, room: int) -> tuple[Estimate, _Candidate]:
-        """Stepping in backward buys memory, not time: leave it out where there is enough."""
-        spare = room - candidate.solution.peak
-        if candidate.choices.optimizer_in_backward and spare > 4 * self.found.trainable:
-            choices = dataclasses.replace(candidate.choices, optimizer_in_backward=False)
-            estimate, simpler = self._check(dataclasses.replace(candidate, choices=choices))
-            if estimate.fits and not estimate.allocator_retries:
-                return estimate, simpler
-        return self._check(candidate)
 
     def _check(self, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
@@ -837,6 +845,13 @@ def _kind(choices: Choices) -> _Kind:
         bool(choices.weights_away),
         choices.state_ahead,
     )
+
+
+def _stepping_later(choices: Choices) -> list[Choices]:
+    """The same with the step after backward first: inside it takes less memory, and more time."""
+    if not choices.optimizer_in_backward:
+        return [choices]
+    return [dataclasses.replace(choices, optimizer_in_backward=False), choices]
 
 
 _Pace = tuple[int | None, Weights]
