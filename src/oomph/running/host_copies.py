@@ -32,12 +32,17 @@ class _Copy:
 
 
 class HostCopies:
-    """Values of tensors as they were when `keep` was called last."""
+    """Values of tensors as they were when `keep` was called last.
 
-    def __init__(self) -> None:
+    Copies that are made `behind` others use their streams: the others are done first.
+    """
+
+    def __init__(self, behind: HostCopies | None = None) -> None:
         #: By the tensor's id, which another tensor may have got since.
         self._copies: dict[int, _Copy] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = (
+            behind._streams if behind is not None else {}
+        )
 
     @property
     def nbytes(self) -> int:

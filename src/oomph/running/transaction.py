@@ -40,7 +40,8 @@ class Transaction:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers = HostCopies()
-        self._weights = HostCopies()
+        # Forward waits for the buffers: they must not wait for weights.
+        self._weights = HostCopies(behind=self._buffers)
         self._put_back: list[_PutBack] = []
 
     @property
