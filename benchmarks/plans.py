@@ -3,7 +3,9 @@
 For many models and budgets a plan is made, with no use of the GPU, and then run in a process of its
 own under a cap that is the plan's budget. Prints how far measured peaks and seconds are from the
 predicted ones, and which plans ran out. Writes `plans.json` into OUT after each pair; a second call
-goes on where the first one stopped. `--table FILE` prints what a file holds anywhere.
+goes on where the first one stopped. `--table FILE` prints what a file holds anywhere; `--clock
+FILE` predicts the seconds of its plans again, by the clock of today, and compares them with the
+measured.
 """
 
 from __future__ import annotations
@@ -50,10 +52,14 @@ from oomph.estimation import estimate
 from oomph.gpus import find_gpu
 from oomph.job import Job
 from oomph.job_sources import job_from_name
+from oomph.planning.audition import count_parts, step_effort
+from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
 from oomph.planning.planner import plan as make_plan
 from oomph.rehearsal.hidden import device_overhead
+from oomph.rehearsal.phases import rehearse
 from oomph.running.run import apply
+from oomph.timing.clock import Clock
 
 GPU = "h200"
 #: Ways to end that say nothing about the plan.
@@ -297,6 +303,35 @@ def _row(name: str, entry: Entry) -> str:
     return f"| {' | '.join([*cells, entry.get('status', 'not run')])} |"
 
 
+# -- predicting again ------------------------------------------------------------------------------
+
+
+def predicted_again(pair: Pair, choices: Choices) -> float:
+    """Seconds of a step by today's clock."""
+    job, gpu = pair.job(), find_gpu(GPU)
+    clock = Clock.of(gpu)
+    timeline = rehearse(job, gpu, ("build", "first step", "step"), choices=choices, clock=clock)
+    return step_effort(timeline, count_parts(job, choices.micro_batch)).seconds(clock)
+
+
+def _ratio(named: tuple[str, Entry]) -> tuple[str, float]:
+    name, entry = named
+    pair = next(pair for pair in all_pairs() if pair.name == name)
+    return name, entry["seconds"] / predicted_again(
+        pair, Choices.from_dict(entry["plan"]["choices"])
+    )
+
+
+def check_clock(document: Entry) -> str:
+    """Measured seconds over those predicted today, as text."""
+    timed = [(name, entry) for name, entry in document["pairs"].items() if "seconds" in entry]
+    ratios = dict(in_parallel(_ratio, timed, seconds=A_DAY_S))
+    near = sum(abs(ratio - 1) <= 0.25 for ratio in ratios.values())
+    middle = statistics.median(ratios.values())
+    lines = [f"{near} of {len(ratios)} within 25 %, median {middle:.2f}", ""]
+    return "\n".join(lines + [f"{ratio:.2f} {name}" for name, ratio in sorted(ratios.items())])
+
+
 # -- all together ----------------------------------------------------------------------------------
 
 
@@ -356,9 +391,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--only-plans", action="store_true", help=f"make plans for {GPU}, no more")
     parser.add_argument("--table", type=Path, help="print this file and measure nothing")
+    parser.add_argument("--clock", type=Path, help="predict this file's seconds again")
     options = parser.parse_args(arguments)
     if options.table is not None:
         print(render(json.loads(options.table.read_text())))
+    elif options.clock is not None:
+        print(check_clock(json.loads(options.clock.read_text())))
     elif options.out is not None:
         deadline = time.monotonic() + options.time_limit
         print(render(measure(options.out, deadline=deadline, only_plans=options.only_plans)))

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 import oomph
-from benchmarks.plans import all_pairs, overran
+from benchmarks.plans import all_pairs, overran, predicted_again
 from benchmarks.real_steps import OK
 from benchmarks.side_by_side import TIMED_OUT
 from oomph.gpus.profile import Profile, save_profile
-from oomph.planning.audition import count_parts, peak_allocated, step_effort
+from oomph.planning.audition import peak_allocated
 from oomph.planning.choices import Choices
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import rehearse
-from oomph.timing.clock import Clock
 
 TRUTH = Path(__file__).parents[2] / "benchmarks/truth/h200-torch-2.11-plans.json"
 PLANNED: dict[str, dict[str, Any]] = json.loads(TRUTH.read_text())["pairs"]
@@ -99,10 +98,6 @@ def test_seconds_that_are_predicted_now_are_within_a_quarter_of_what_was_measure
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     profile = json.loads((TRUTH.parent / "h200-torch-2.11-profile.json").read_text())
     save_profile(Profile.from_dict(profile))
-    job = next(pair for pair in all_pairs() if pair.name == name).job()
-    choices = Choices.from_dict(PAIRS[name]["plan"]["choices"])
-    h200 = oomph.find_gpu("h200")
-    clock = Clock.of(h200)
-    timeline = rehearse(job, h200, ("build", "step"), choices=choices, clock=clock)
-    seconds = step_effort(timeline, count_parts(job, choices.micro_batch)).seconds(clock)
+    pair = next(pair for pair in all_pairs() if pair.name == name)
+    seconds = predicted_again(pair, Choices.from_dict(PAIRS[name]["plan"]["choices"]))
     assert seconds == pytest.approx(PAIRS[name]["seconds"], rel=0.25)

@@ -33,6 +33,7 @@ from benchmarks.real_steps import set_up
 from benchmarks.side_by_side import SharedCard
 from oomph.errors import DoesNotFit
 from oomph.job import Job
+from oomph.planning.choices import Choices
 from oomph.planning.planner import plan as make_plan
 from oomph.running.run import Run
 from oomph.units import GIB
@@ -221,3 +222,16 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     save(file, {"pairs": {"a": {}}})
     assert load(file, {}) == json.loads(file.read_text()) == {"pairs": {"a": {}}}
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_the_clock_is_checked_against_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [pair.name for pair in all_pairs()[:3]]
+    measured = dict(zip(pairs, (1.0, 2.0, 1.2), strict=True))
+    plan = {"choices": Choices().as_dict()}
+    entries = {name: {"plan": plan, "seconds": seconds} for name, seconds in measured.items()}
+    entries["never/timed"] = {"plan": plan}
+    monkeypatch.setattr(plans, "predicted_again", lambda pair, choices: 1.0)
+    monkeypatch.setattr(plans, "in_parallel", lambda work, items, seconds: map(work, items))
+    said = plans.check_clock({"pairs": entries}).splitlines()
+    assert said[0] == "2 of 3 within 25 %, median 1.20"
+    assert sorted(said[2:]) == sorted(f"{measured[name]:.2f} {name}" for name in pairs)
