@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import pytest
 from tiny_models import llama, tokens
+from torch import Tensor, nn
 
 from oomph.gpus import find_gpu
 from oomph.job import Job
@@ -35,6 +38,20 @@ def test_where_launches_take_longest_micro_batches_are_captured() -> None:
     (change,) = (one for one in made.changes if one.technique == "CUDA graph")
     assert change.fidelity is Fidelity.EXACT
     assert change.costs < 0
+
+
+def test_a_forward_that_reads_its_data_is_not_captured() -> None:
+    job = small()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        # As a model does that asks for its longest sample.
+        length = int((batch["input_ids"] >= 0).sum(1).max())
+        return model(**{name: tensor[:, :length] for name, tensor in batch.items()}).loss
+
+    made = plan(dataclasses.replace(job, loss=loss), gpu="h200", budget="4GiB")
+    assert not made.choices.cuda_graph
+    assert "no CUDA graph is captured: the forward reads its data" in made.notes
+    assert made.predicted.seconds > planned("h200").predicted.seconds
 
 
 def test_fp8_is_chosen_only_where_the_card_has_it_and_the_user_allows_it() -> None:

@@ -177,6 +177,8 @@ class Planner:
     """The way to hold the weights that was best for the first size."""
     _leaving: bool = False
     """Whether what leaves the GPU is heard."""
+    _refuses_capture: bool = False
+    """Whether the model's forward reads its data, so that no CUDA graph can be made of it."""
     _like: Choices | None = None
     """What all plans share from now on; None while there is no plan yet."""
     _told: list[Audition] = dataclasses.field(default_factory=list)
@@ -268,7 +270,12 @@ class Planner:
 
     def _unlimited(self) -> float:
         """Seconds of a step if memory did not matter."""
-        return min(one.fastest for heard in self.heard for one in self._chunked(heard))
+        return min(
+            one.fastest
+            for heard in self.heard
+            for one in self._chunked(heard)
+            if not (one.choices.cuda_graph and self._refuses_capture)
+        )
 
     def _micro_batches(self) -> list[int | None]:
         total = batch_size(self.batch)
@@ -647,6 +654,10 @@ class Planner:
             checked.add(str(candidate.choices))
             room = rooms[_kind(candidate.choices)]
             estimate, candidate = self._check(candidate)
+            if estimate.timeline.refuses_capture:
+                self._refuses_capture = True
+                self.notes.append("no CUDA graph is captured: the forward reads its data")
+                continue
             if candidate.rehearsed is not None:
                 self._slower[_way(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if estimate.fits:
@@ -689,6 +700,7 @@ class Planner:
             if like is None or heard.choices.lasting == like
             for candidate in self._solutions(heard, rooms)
             if str(candidate.choices) not in without
+            if not (candidate.choices.cuda_graph and self._refuses_capture)
         ]
         return min(found, key=lambda one: (self._expected(one), one.number), default=None)
 

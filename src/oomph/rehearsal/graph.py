@@ -9,6 +9,7 @@ from torch import Tensor
 from oomph.rehearsal.allocator.replay import GRAPH_POOL
 from oomph.rehearsal.recorder import FORWARD, Recorder
 from oomph.techniques.cuda_graph import Replay
+from oomph.techniques.host_reads import HostReads, ReadsData
 
 
 class RehearsedCapture:
@@ -25,7 +26,11 @@ class RehearsedCapture:
         # Looking and capturing happen once; no later step takes that time.
         seconds, launches, pool = recorder.seconds, recorder.launches, recorder.pool
         marks = len(recorder.timeline.marks)
-        look()
+        try:
+            HostReads.of(look, varying)
+        except ReadsData:
+            recorder.timeline.refuses_capture = True
+            raise
         recorder.timeline.emptied.append(recorder.timeline.events)
         began = recorder.seconds
         recorder.pool = GRAPH_POOL

@@ -77,6 +77,8 @@ class Timeline:
     events: int = 0
     #: Events before which everything that is cached and unused is given back to the driver.
     emptied: list[int] = field(default_factory=list)
+    #: Whether a CUDA graph was wanted of a forward that reads its data: the card refuses that.
+    refuses_capture: bool = False
     #: Host memory that techniques take for what leaves the GPU.
     host_bytes: int = 0
     #: Assumptions made where only real data could tell, in words (rule 7).
