@@ -42,8 +42,9 @@ OUTSIDE = {
     "pythia-1b/4x2048/bf16-mixed/adamw/40%",
     "deberta-v3-base/16x512/bf16-mixed/adamw/40%",
 }
-#: Quick to rehearse. The clock was set by profiles of other models than the first four. None steps
-#: inside backward: these pairs did so without the copies that a run makes before.
+#: Quick to rehearse. Kernels were profiled with other models than the first four; but what products
+#: sustain was set with the first one, and with a look at all pairs. None steps inside backward:
+#: these pairs did so without the copies that a run makes before.
 TIMED = [
     "llama-3.2-1b/4x2048/bf16-mixed/adamw-fused/90%",
     "tinyllama-1.1b/4x2048/bf16-mixed/adamw/90%",

@@ -26,8 +26,8 @@ HOST_ADAM = 3.7e9
 #: What such an update reads and writes of a parameter: four numbers in, three out.
 HOST_ADAM_BYTES = 28
 #: The part of its speed that the host keeps in a step, where copies read and write its memory and
-#: kernels are launched. With a model of 3 B parameters in bf16 it kept 0.44 beside one H200 and
-#: 0.31 beside another: counted on is what is safe.
+#: kernels are launched. Inferred, not measured by itself: steps of a model of 3 B parameters took
+#: as long as if it kept 0.44 in one run and 0.31 in another. The lower one is counted on.
 HOST_IN_A_STEP = 0.3
 #: The time of the host that a copy takes, with the events and the Python around it, in launches of
 #: a kernel: measured beside an H200 with models of many small parameters.

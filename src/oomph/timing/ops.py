@@ -1,7 +1,8 @@
 """The work of one op: its floating-point operations and the bytes it reads and writes.
 
-Beside them, what part of its kind's rate it reaches: numbers here that are no shapes were measured
-on an H200, with torch 2.11.
+Beside them, what part of its kind's rate it reaches: numbers here that are no shapes were set by
+profiles of steps on an H200, with torch 2.11. Those of convolutions in groups, of normalisation and
+of gather and scatter come from one model each.
 """
 
 from __future__ import annotations
