@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oomph.host.cuda_link import CudaLink
-from oomph.host.link import Copy
+from oomph.host.link import Copy, Pairs
 
 CUDA = torch.device("cuda", 0)
 PLACES = ("computing before", "computing after", "copying before", "copying after", "waiting")
@@ -46,24 +46,24 @@ class LateLink(CudaLink):
             with torch.cuda.stream(stream or torch.cuda.current_stream()):
                 torch.cuda._sleep(_LATE)
 
-    def _copy(
-        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Copy]
-    ) -> Copy:
+    def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, after: Sequence[Copy]) -> Copy:
         after = [copy.inner if isinstance(copy, LateCopy) else copy for copy in after]
         self.sleep("computing before")
-        if target.is_cuda or not source.is_cuda:
-            # What goes from host to host is there at once: nonsense of a stream would come after.
-            poison(target)
-        else:
-            self._nonsense.append(torch.empty_like(target, device=CUDA))
-            poison(self._nonsense[-1])
-            super()._copy(stream, self._nonsense[-1], target, after)
+        for source, target in pairs:
+            if target.is_cuda or not source.is_cuda:
+                # What goes from host to host is there at once: a stream's nonsense comes after.
+                poison(target)
+            else:
+                self._nonsense.append(torch.empty_like(target, device=CUDA))
+                poison(self._nonsense[-1])
+                super()._copy(stream, [(self._nonsense[-1], target)], after)
         self.sleep("copying before", stream)
-        copy = super()._copy(stream, source, target, after)
+        copy = super()._copy(stream, pairs, after)
         self.sleep("copying after", stream)
         self.sleep("computing after")
         # The allocator hands out first what was freed last.
-        poison(torch.empty_like(source, device=CUDA))
+        for source, _ in pairs:
+            poison(torch.empty_like(source, device=CUDA))
         return LateCopy(self, copy)
 
 

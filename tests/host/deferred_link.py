@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy
+from oomph.host.link import Copies, Copy, Pairs
 
 
 def poison(tensor: Tensor) -> None:
@@ -38,6 +38,12 @@ class DeferredLink:
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         return self._enqueue("in", source, target, after)
+
+    def to_host_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        return Copies([self.to_host(source, target, after) for source, target in pairs])
+
+    def to_gpu_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        return Copies([self.to_gpu(source, target, after) for source, target in pairs])
 
     def host_work(
         self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
@@ -79,7 +85,8 @@ class DeferredLink:
 
 
 def _jobs(copies: Sequence[Copy]) -> list[_Job | _Work]:
-    return [copy.job for copy in copies if isinstance(copy, DeferredCopy | DeferredWork)]
+    each = [one for copy in copies for one in (copy.each if isinstance(copy, Copies) else [copy])]
+    return [copy.job for copy in each if isinstance(copy, DeferredCopy | DeferredWork)]
 
 
 class DeferredCopy:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy, HostWork
+from oomph.host.link import Copy, HostWork, Pairs
 from oomph.host.pinned import PinnedMemory
 from oomph.host.worker import HostWorker
 
@@ -24,11 +24,19 @@ class CudaLink:
 
     def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Copy behind what the computing stream was given so far."""
-        return self._copy(self._out, source, target, after)
+        return self._copy(self._out, [(source, target)], after)
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Copy behind what the computing stream was given so far: it may still use the target."""
-        return self._copy(self._in, source, target, after)
+        return self._copy(self._in, [(source, target)], after)
+
+    def to_host_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """Copy all of them behind what the computing stream was given so far."""
+        return self._copy(self._out, pairs, after)
+
+    def to_gpu_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """Copy all of them behind what the computing stream was given so far."""
+        return self._copy(self._in, pairs, after)
 
     def host_work(
         self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
@@ -47,9 +55,7 @@ class CudaLink:
         self._in.synchronize()
         self._pinned.close()
 
-    def _copy(
-        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Sequence[Copy]
-    ) -> Copy:
+    def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, after: Sequence[Copy]) -> Copy:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         stream.wait_event(ready)
@@ -59,21 +65,20 @@ class CudaLink:
             else:  # work of the host, which no stream can wait for
                 earlier.finish()
         with torch.cuda.stream(stream), torch.no_grad():
-            target.copy_(source, non_blocking=True)
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         done.record(stream)
-        return _CudaCopy(self._device, done, source, target)
+        return _CudaCopy(self._device, done, pairs)
 
 
 class _CudaCopy:
-    """A copy that its event tells the end of; it keeps both tensors until it is waited for."""
+    """A copy that its event tells the end of; it keeps its tensors until it is waited for."""
 
-    def __init__(
-        self, device: torch.device, done: torch.cuda.Event, source: Tensor, target: Tensor
-    ) -> None:
+    def __init__(self, device: torch.device, done: torch.cuda.Event, pairs: Pairs) -> None:
         self.done = done
         self._device = device
-        self._held: tuple[Tensor, ...] = (source, target)
+        self._held: Pairs = pairs
 
     def wait(self) -> None:
         """The computing stream waits; what it is given later may reuse the memory."""

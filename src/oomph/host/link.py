@@ -21,6 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+#: Sources and the targets that they are copied to.
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
 
 class Copy(Protocol):
     """A copy under way."""
@@ -55,6 +58,15 @@ class Link(Protocol):
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Copy into `target`, which the computing stream no longer uses, once `after` are done."""
 
+    def to_host_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """Copy each source to its target; whoever waits, waits for all of them.
+
+        For many tensors at a time: to begin a copy takes time of the host.
+        """
+
+    def to_gpu_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """The same in the other direction."""
+
     def host_work(
         self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
     ) -> HostWork:
@@ -80,6 +92,23 @@ class DoneCopy:
         """Nothing to wait for."""
 
 
+class Copies:
+    """Several copies that are waited for as one."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self.each = copies
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for copy in self.each:
+            copy.wait()
+
+    def finish(self) -> None:
+        """Wait for each."""
+        for copy in self.each:
+            copy.finish()
+
+
 class DoneWork(DoneCopy):
     """Work that is done."""
 
@@ -100,6 +129,14 @@ class InstantLink:
         """Copy now."""
         target.copy_(source)
         return DoneCopy()
+
+    def to_host_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """Copy now."""
+        return Copies([self.to_host(source, target, after) for source, target in pairs])
+
+    def to_gpu_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """Copy now."""
+        return Copies([self.to_gpu(source, target, after) for source, target in pairs])
 
     def host_work(
         self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()

@@ -69,9 +69,12 @@ class Audition:
     @property
     def fastest(self) -> float:
         """Seconds of a step if memory did not matter."""
-        return self._seconds(
-            sum(min(o.seconds for o in block.options) for block in self.chain.blocks)
-        )
+        return self._seconds(self._fastest_blocks)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its fastest way waits for copies."""
+        return self.copies is not None and self.fastest > self._kernels(self._fastest_blocks)
 
     def with_loss(self, chunk: int, more_bytes: int, more_seconds: float) -> Audition:
         """The same with another chunk of the loss, which takes so much more."""
@@ -139,10 +142,17 @@ class Audition:
             ),
         )
 
+    @property
+    def _fastest_blocks(self) -> float:
+        return sum(min(o.seconds for o in block.options) for block in self.chain.blocks)
+
+    def _kernels(self, blocks: float) -> float:
+        return self.parts * (blocks + self.other_seconds) + self.step_seconds
+
     def _seconds(self, blocks: float, moved: int = 0) -> float:
         part = blocks + self.other_seconds
         exposed = self.copies.exposed(part, self.parts, moved) if self.copies else 0.0
-        return self.parts * part + self.step_seconds + exposed
+        return self._kernels(blocks) + exposed
 
     def choose(self, solution: Solution) -> Choices:
         """The choices with the solution's for the blocks."""
@@ -246,6 +256,9 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
     waits = base.part.launches * clock.launch > base.part.kernels
     parts = count_parts(job, choices.micro_batch)
     copies = None
+    if gpu is not None and choices.optimizer_in_backward:
+        # What is stepped is copied to the host while forward and backward run.
+        copies = _copies(base, parts, LinkRates.of(gpu), window=1.0, late=0.0)
     if gpu is not None and choices.leaves:
         in_backward = job.clip_norm is None and choices.precision != "fp16-mixed"
         early = choices.state_ahead / buckets_of_a_block(found, choices)

@@ -46,7 +46,6 @@ from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.hidden import device_overhead
-from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Timeline
 from oomph.techniques.allocator_settings import EXPANDABLE
@@ -404,7 +403,7 @@ class Planner:
         for base in self._bases(size):
             if base.leaves and self._is_fast_enough(heard, base.weights):
                 continue
-            if base.optimizer_in_backward and self._is_faster_later(heard, base):
+            if self._is_slower_later(heard, base):
                 continue
             before = next((one for one in self.heard if one.choices == base), None)
             one = before or self._hear(base)
@@ -427,17 +426,21 @@ class Planner:
             for candidate in self._solutions(one, rooms)
         )
 
-    def _is_faster_later(self, heard: list[Audition], base: Choices) -> bool:
-        """Whether the step after backward loses less than the copies of one inside it would."""
-        later = dataclasses.replace(base, optimizer_in_backward=False)
-        weights = (2 if base.precision == "bf16" else 4) * self.found.trainable
-        copies = weights / LinkRates.of(self.gpu).out if self.gpu is not None else 0.0
+    def _is_slower_later(self, heard: list[Audition], base: Choices) -> bool:
+        """Whether the step is better made inside backward, which takes less memory.
+
+        Not if it waits for copies there, or if there is memory to spare.
+        """
         rooms = self._rooms()
         return any(
-            candidate.heard.seconds(candidate.solution) <= candidate.heard.fastest + copies
+            one.choices.optimizer_in_backward
+            and dataclasses.replace(one.choices, optimizer_in_backward=False) == base
+            and not one.waits
+            and all(
+                candidate.heard.seconds(candidate.solution) > candidate.heard.fastest
+                for candidate in self._solutions(one, rooms)
+            )
             for one in heard
-            if one.choices == later
-            for candidate in self._solutions(one, rooms)
         )
 
     def _hear(self, base: Choices) -> Audition | None:
@@ -474,7 +477,7 @@ class Planner:
 
     def _within(self, heard: Audition, room: int) -> list[Solution]:
         """The fastest in so much room; where the link is busy, some that move less."""
-        if heard.copies is None:
+        if heard.copies is None or not heard.choices.leaves:
             solved = [solve(heard.chain, room)]
         else:
             # Bytes that blocks move have a price: dear ones make blocks move less.
@@ -860,10 +863,10 @@ def _kind(choices: Choices) -> _Kind:
 
 
 def _stepping_later(choices: Choices) -> list[Choices]:
-    """The same with the step after backward first: inside it takes less memory, and more time."""
+    """The same with the step after backward, too, where it is inside."""
     if not choices.optimizer_in_backward:
         return [choices]
-    return [dataclasses.replace(choices, optimizer_in_backward=False), choices]
+    return [choices, dataclasses.replace(choices, optimizer_in_backward=False)]
 
 
 _Pace = tuple[int | None, Weights]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oomph.gpus import GPU
 from oomph.gpus.profile import load_profile
-from oomph.host.link import Copy, HostWork
+from oomph.host.link import Copy, HostWork, Pairs
 from oomph.rehearsal.recorder import Recorder, Side
 
 #: The part of the data sheet's rate that both directions reach at once, measured on an H200.
@@ -30,7 +30,8 @@ HOST_ADAM_BYTES = 28
 #: as long as if it kept 0.44 in one run and 0.31 in another. The lower one is counted on.
 HOST_IN_A_STEP = 0.3
 #: The time of the host that a copy takes, with the events and the Python around it, in launches of
-#: a kernel: measured beside an H200 with models of many small parameters.
+#: a kernel: measured beside an H200 with models of many small parameters. Others that go with it
+#: take one each.
 COPY_LAUNCHES = 4
 
 
@@ -70,13 +71,21 @@ class RehearsedLink:
 
     def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Begin when the kernels so far are done."""
-        self._recorder.sent += source.nbytes
-        return self._copy(self._out, source, target, after)
+        return self.to_host_all([(source, target)], after)
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Begin when the kernels so far are done."""
-        self._recorder.brought += source.nbytes
-        return self._copy(self._in, source, target, after)
+        return self.to_gpu_all([(source, target)], after)
+
+    def to_host_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """Begin when the kernels so far are done."""
+        self._recorder.sent += _nbytes(pairs)
+        return self._copy(self._out, pairs, after)
+
+    def to_gpu_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
+        """Begin when the kernels so far are done."""
+        self._recorder.brought += _nbytes(pairs)
+        return self._copy(self._in, pairs, after)
 
     def host_work(
         self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
@@ -95,16 +104,20 @@ class RehearsedLink:
     def close(self) -> None:
         """Nothing is under way."""
 
-    def _copy(self, lane: _Lane, source: Tensor, target: Tensor, after: Sequence[Copy]) -> Copy:
-        self._recorder.launches += COPY_LAUNCHES
-        end = self._end(lane, source.nbytes, after)
-        return _RehearsedCopy(self._recorder, end, (source, target))
+    def _copy(self, lane: _Lane, pairs: Pairs, after: Sequence[Copy]) -> Copy:
+        self._recorder.launches += COPY_LAUNCHES - 1 + len(pairs)
+        end = self._end(lane, _nbytes(pairs), after)
+        return _RehearsedCopy(self._recorder, end, pairs)
 
     def _end(self, lane: _Lane, nbytes: int, after: Sequence[Copy]) -> float:
         earlier = [copy.end for copy in after if isinstance(copy, _RehearsedCopy)]
         begin = max(self._recorder.seconds, lane.free, *earlier, 0.0)
         lane.free = begin + nbytes / lane.rate
         return lane.free
+
+
+def _nbytes(pairs: Pairs) -> int:
+    return sum(source.nbytes for source, _ in pairs)
 
 
 class _Lane:
@@ -118,7 +131,7 @@ class _Lane:
 class _RehearsedCopy:
     """Holds its tensors as a real one does: they take memory until it is waited for."""
 
-    def __init__(self, recorder: Recorder, end: float, held: tuple[Tensor, ...]) -> None:
+    def __init__(self, recorder: Recorder, end: float, held: Pairs) -> None:
         self.end = end
         self._recorder = recorder
         self._held = held

@@ -30,6 +30,7 @@ from oomph.job import (
 )
 from oomph.planning.choices import Choices
 from oomph.rehearsal.compiled import stand_in_for_compiled
+from oomph.rehearsal.copies_to_undo import CopiesToUndo
 from oomph.rehearsal.copying import HostCopyMode
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.graph import RehearsedCapture
@@ -130,6 +131,10 @@ def _rehearse(
     if watch is not None:
         watch(model, optimizer, recorder)
     if optimizer is not None:
+        copies = None
+        if stage.in_backward is not None and gpu is not None:
+            copies = CopiesToUndo(recorder, optimizer, LinkRates.of(gpu).out)
+            stage.in_backward.before_step = copies.wait
         for phase in ("first step", "step"):
             if not phases & {phase, "step", "save"}:
                 continue
@@ -141,6 +146,8 @@ def _rehearse(
                 # A step that the next one completes makes two of a kind: the second has it all.
                 again = phase == "step" and stage.host is not None and stage.host.defers
                 for _ in range(2 if again else 0 if skips else 1):
+                    if copies is not None:
+                        copies.begin()
                     train_step(
                         stage,
                         batch,
@@ -187,23 +194,7 @@ def _set_stage(
         link_with=lambda _: RehearsedLink(recorder, gpu) if gpu is not None else InstantLink(),
     )
     stage.weigher = None  # how many targets a batch has is nothing that fake tensors know
-    if stage.in_backward is not None and gpu is not None:
-        stage.in_backward.before_step = functools.partial(
-            _wait_for_copies, recorder, optimizer, LinkRates.of(gpu).out
-        )
     return stage
-
-
-def _wait_for_copies(
-    recorder: Recorder, optimizer: torch.optim.Optimizer, rate: float, parameter: Tensor
-) -> None:
-    """A run copies what is stepped inside backward to the host first, so that it can be taken back.
-
-    Nothing of this was hidden on an H200.
-    """
-    if recorder.clock is not None:
-        copied = [parameter, *tensors_in(optimizer.state[parameter])]
-        recorder.seconds += sum(tensor.nbytes for tensor in copied) / rate
 
 
 def _make_state(optimizer: torch.optim.Optimizer, stage: Stage) -> None:

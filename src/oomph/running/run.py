@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ from oomph.running.evaluating import Evaluation, evaluate
 from oomph.running.ladder import Ladder
 from oomph.running.loading import Resumed, Stored, load, load_state
 from oomph.running.out_of_memory import count_refusals, free_what_is_left, ran_out_of_memory
+from oomph.running.quick_reads import quick_reads
 from oomph.running.saving import Situation, Stateful, save
 from oomph.running.step import train_step
 from oomph.running.transaction import Transaction
@@ -137,7 +139,8 @@ class Run:
         try:
             self._transaction.begin(self._stage)
             self.optimizer.zero_grad(set_to_none=True)
-            loss = train_step(self._stage, self._on_device(batch))
+            with self._reading():
+                loss = train_step(self._stage, self._on_device(batch))
             self._transaction.commit(self._stage)
             return loss, ""
         except BaseException as error:
@@ -149,6 +152,11 @@ class Run:
         self._transaction.roll_back(self._stage)
         free_what_is_left(self._device)
         return None, failure
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """How a step reads numbers of the device: past all copies, where there are large ones."""
+        copies = self._stage.in_backward is not None or self._stage.host is not None
+        return quick_reads(self._device) if copies else contextlib.nullcontext()
 
     def _on_device(self, batch: Any) -> Any:
         job = dataclasses.replace(self._stage.job, batch=batch)

@@ -47,7 +47,7 @@ class HostReads:
             reads._values.append(method(tensor))
             return reads._values[-1]
 
-        with _reading_by(note), derived:
+        with reading_by(note), derived:
             forward()
         return reads
 
@@ -62,7 +62,7 @@ class HostReads:
             except StopIteration:
                 raise ReadsData("it reads more numbers than it did before") from None
 
-        with _reading_by(tell):
+        with reading_by(tell):
             yield
         if next(left, self) is not self:
             raise ReadsData("it reads fewer numbers than it did before")
@@ -101,7 +101,7 @@ class _Derived(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _reading_by(read: Callable[[Callable[[Tensor], Any], Tensor], Any]) -> Iterator[None]:
+def reading_by(read: Callable[[Callable[[Tensor], Any], Tensor], Any]) -> Iterator[None]:
     """While active, reading a tensor's number is `read(the method, the tensor)`."""
     inside = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,9 +31,8 @@ class _Turn:
     work: HostWork
     after: list[Copy]
     """What the work waits for."""
-    copies: list[Copy] = field(default_factory=list)
-    """Of the weights, back to the GPU, once begun."""
-    returns: bool = False
+    back: Copy | None = None
+    """Of the weights to the GPU, once begun."""
 
 
 class HostStep:
@@ -87,7 +86,7 @@ class HostStep:
     def return_done(self) -> None:
         """Begin to bring back what is stepped by now."""
         for turn in self._turns.values():
-            if not turn.returns and turn.work.is_done():
+            if turn.back is None and turn.work.is_done():
                 self._return(turn)
 
     def are_done(self, buckets: Iterable[Bucket]) -> bool:
@@ -98,11 +97,11 @@ class HostStep:
         """Have the new weights of buckets on the GPU before whatever comes next."""
         turns = [self._turns[bucket] for bucket in buckets if bucket in self._turns]
         for turn in turns:
-            if not turn.returns:
+            if turn.back is None:
                 self._return(turn)
         for turn in turns:
-            for copy in turn.copies:
-                copy.wait()
+            assert turn.back is not None
+            turn.back.wait()
             for trained in {piece.trained for piece in turn.pieces}:
                 self._versions[trained] = trained.leaf._version
                 if trained.has_master:
@@ -119,20 +118,22 @@ class HostStep:
         for turn in self._turns.values():
             with contextlib.suppress(Exception):  # whoever closes it knows that something failed
                 turn.work.finish()
-            for copy in turn.copies:
-                copy.wait()
+            if turn.back is not None:
+                turn.back.wait()
         self._turns.clear()
         self._weights.clear()
         self._versions.clear()
 
     def _return(self, turn: _Turn) -> None:
         turn.work.finish()
-        turn.after, turn.returns = [], True
-        turn.copies = [
-            self._link.to_gpu(piece.of(self._weights[piece.trained]), piece.of(piece.trained.leaf))
-            for piece in turn.pieces
-            if piece.trained.away is None
-        ]
+        turn.after = []
+        turn.back = self._link.to_gpu_all(
+            [
+                (piece.of(self._weights[piece.trained]), piece.of(piece.trained.leaf))
+                for piece in turn.pieces
+                if piece.trained.away is None
+            ]
+        )
 
     def _before_work(self, trained: Trained) -> list[Copy]:
         """What must be done before a parameter is stepped.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
-from oomph.host.link import Copy
+from oomph.host.link import Copy, DoneCopy, Pairs
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
@@ -30,7 +30,7 @@ class _Visit:
     state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
     stepped: dict[Piece, Tensor] = field(default_factory=dict)
     """Masters, and weights that are on the host themselves."""
-    copies: list[Copy] = field(default_factory=list)
+    copy: Copy = field(default_factory=DoneCopy)
 
 
 class StreamedStep:
@@ -41,9 +41,9 @@ class StreamedStep:
         self._link = parts.link
         self._twin = OptimizerTwin(parts.optimizer)
         self._visits: dict[Bucket, _Visit] = {}
-        self._gradients: dict[Bucket, tuple[dict[Piece, Tensor], list[Copy]]] = {}
-        #: By bucket that was stepped: the copies of what is leaving.
-        self._leaving: deque[list[Copy]] = deque()
+        self._gradients: dict[Bucket, tuple[dict[Piece, Tensor], Copy]] = {}
+        #: By bucket that was stepped: the copy of what is leaving.
+        self._leaving: deque[Copy] = deque()
         self._last_copy: Copy | None = None
 
     def fetch(self, bucket: Bucket) -> None:
@@ -61,7 +61,7 @@ class StreamedStep:
                 visit.stepped[piece] = gpu_like(piece.of(home), device)
                 pairs.append((piece.of(home), visit.stepped[piece]))
         # All memory is there: from here on nothing can fail with copies under way.
-        visit.copies = [self._link.to_gpu(source, target) for source, target in pairs]
+        visit.copy = self._link.to_gpu_all(pairs)
         self._visits[bucket] = visit
 
     def fetch_gradients(self, bucket: Bucket, gradients: LeavingGradients) -> None:
@@ -69,17 +69,16 @@ class StreamedStep:
         if bucket in self._gradients:
             return
         there: dict[Piece, Tensor] = {}
-        origins: list[tuple[Tensor, Copy]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        after: list[Copy] = []
         for piece in bucket.pieces:
             if piece.trained in gradients:
                 slot, copy = gradients.slot(piece.trained)
-                origins.append((piece.of(slot), copy))
-                there[piece] = gpu_like(origins[-1][0], piece.trained.leaf.device)
-        copies = [
-            self._link.to_gpu(source, target, after=[copy])
-            for (source, copy), target in zip(origins, there.values(), strict=True)
-        ]
-        self._gradients[bucket] = there, copies
+                source = piece.of(slot)
+                there[piece] = gpu_like(source, piece.trained.leaf.device)
+                pairs.append((source, there[piece]))
+                after.append(copy)
+        self._gradients[bucket] = there, self._link.to_gpu_all(pairs, after)
 
     @torch.no_grad()
     def step(
@@ -91,52 +90,59 @@ class StreamedStep:
     ) -> None:
         """Step a fetched bucket: by the gradients that came with it, and by these."""
         visit = self._visits.pop(bucket)
-        came, copies = self._gradients.pop(bucket, ({}, []))
-        for copy in (*visit.copies, *copies):
-            copy.wait()
+        came, copy = self._gradients.pop(bucket, ({}, DoneCopy()))
+        visit.copy.wait()
+        copy.wait()
         given = {p: p.of(gradients[p.trained]) for p in bucket.pieces if p.trained in gradients}
         given |= came
-        leaving: list[Copy] = []
-        self._leaving.append(leaving)
+        stepped: dict[Piece, Tensor] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
         for group, pieces in _by_group(given):
             dtypes = [piece.trained.owned.dtype for piece in pieces]
             scaled = [
                 given.pop(piece).to(dtype) for piece, dtype in zip(pieces, dtypes, strict=True)
             ]
             scale(scaled, coefficient)
-            stepped = [
+            tensors = [
                 visit.stepped[piece] if piece in visit.stepped else piece.of(piece.trained.leaf)
                 for piece in pieces
             ]
-            for tensor, gradient in zip(stepped, scaled, strict=True):
+            for tensor, gradient in zip(tensors, scaled, strict=True):
                 tensor.grad = gradient
             before = [{**self._parts.state.scalars(p), **visit.state.pop(p)} for p in pieces]
-            after = self._twin.step(groups[group], stepped, before)
+            after = self._twin.step(groups[group], tensors, before)
             del before
-            for piece, tensor, state in zip(pieces, stepped, after, strict=True):
+            for piece, tensor, state in zip(pieces, tensors, after, strict=True):
                 tensor.grad = None
+                stepped[piece] = tensor
                 for name, target in self._parts.state.store(piece, state).items():
-                    leaving.append(self._link.to_host(state[name], target))
-                leaving += self._return(piece, tensor)
-        if leaving:
-            self._last_copy = leaving[-1]
+                    pairs.append((state[name], target))
+        self._leaving.append(self._leave(stepped, pairs))
 
-    def _return(self, piece: Piece, stepped: Tensor) -> list[Copy]:
+    def _leave(self, stepped: Mapping[Piece, Tensor], state: Pairs) -> Copy:
         """Put what was stepped where it belongs."""
-        trained, copies = piece.trained, []
-        if trained.has_master:
-            copies.append(self._link.to_host(stepped, piece.of(self._parts.masters[trained])))
-            if trained.away is None:
-                piece.of(trained.leaf).copy_(stepped)
-            self._parts.rounded(trained.owned)
-        if trained.away is not None:
+        pairs, reads = list(state), []
+        away: dict[Piece, Tensor] = {}
+        for piece, tensor in stepped.items():
+            trained = piece.trained
+            if trained.has_master:
+                pairs.append((tensor, piece.of(self._parts.masters[trained])))
+                if trained.away is None:
+                    piece.of(trained.leaf).copy_(tensor)
+                self._parts.rounded(trained.owned)
+            if trained.away is not None:
+                assert self._parts.weights is not None
+                away[piece] = tensor.to(trained.leaf.dtype)
+                pairs.append((away[piece], piece.of(trained.away)))
+                reads += self._parts.weights.before_write(trained.leaf)
+        if not pairs:
+            return DoneCopy()
+        copy = self._last_copy = self._link.to_host_all(pairs, reads)
+        for piece, weights in away.items():
             assert self._parts.weights is not None
-            weights = stepped.to(trained.leaf.dtype)
-            reads = self._parts.weights.before_write(trained.leaf)
-            copies.append(self._link.to_host(weights, piece.of(trained.away), reads))
-            self._parts.weights.written(trained.leaf, copies[-1:])  # and all of this way before it
-            self._parts.weights.put(trained.leaf, piece.of, weights)
-        return copies
+            self._parts.weights.written(piece.trained.leaf, [copy])  # and all before it
+            self._parts.weights.put(piece.trained.leaf, piece.of, weights)
+        return copy
 
     def _home(self, trained: Trained) -> Tensor | None:
         """What of a parameter is on the host and is stepped: its master, or its weights."""
@@ -145,15 +151,14 @@ class StreamedStep:
     def release(self, most: int = 0) -> None:
         """Wait for the buckets on their way to the host, but for the last `most`."""
         while len(self._leaving) > most:
-            for copy in self._leaving.popleft():
-                copy.wait()
+            self._leaving.popleft().wait()
 
     def drop(self) -> None:
         """Forget what came in and was not stepped; it is on the host all the same."""
-        fetched = [copies for _, copies in self._gradients.values()]
-        fetched += [visit.copies for visit in self._visits.values()]
-        for copy in itertools.chain(*fetched):
+        for _, copy in self._gradients.values():
             copy.wait()
+        for visit in self._visits.values():
+            visit.copy.wait()
         self._visits.clear()
         self._gradients.clear()
 

@@ -85,6 +85,8 @@ class StreamedWeights:
         self._link = link
         self._most = 1 + ahead
         self._units: list[Unit] = []
+        #: By parameter: the units that it is a part of.
+        self._using: dict[Tensor, list[Unit]] = {}
         #: The host's numbers of each parameter, and the device that it came from.
         self._hosts: dict[nn.Parameter, Tensor] = {}
         self._origins: dict[Tensor, torch.device] = {}
@@ -241,6 +243,7 @@ class StreamedWeights:
         self._hosts.clear()
         self._origins.clear()
         self._units.clear()
+        self._using.clear()
         self._placeholders.clear()
         self._follows.clear()
         self._versions.clear()
@@ -263,6 +266,8 @@ class StreamedWeights:
             slab=self._link.host_memory(max(own, default=0)),
         )
         self._units.append(unit)
+        for parameter in places:
+            self._using.setdefault(parameter, []).append(unit)
         copies: list[Copy] = []
         hosts: dict[nn.Parameter, Tensor] = {}
         try:
@@ -438,7 +443,7 @@ class StreamedWeights:
             parameter.data = self._placeholders[dtype].expand(parameter.shape)
 
     def _units_with(self, parameter: Tensor) -> list[Unit]:
-        return [unit for unit in self._units if parameter in unit.places]
+        return self._using.get(parameter, [])
 
     def _runs_backward(self, unit: Unit) -> bool:
         return (

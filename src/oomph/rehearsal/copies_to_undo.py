@@ -1,0 +1,42 @@
+"""What a run copies to the host in a rehearsed step, so that it can take the step back.
+
+Where weights are stepped inside backward they are copied first, with their state, while forward and
+backward run: a step of one waits for its copy. Nothing of this takes memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.storages import tensors_in
+
+
+class CopiesToUndo:
+    """Copies at `rate` bytes per second, in the order in which backward steps."""
+
+    def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        self._recorder = recorder
+        self._optimizer = optimizer
+        self._rate = rate
+        self._ends: dict[Tensor, float] = {}
+
+    def begin(self) -> None:
+        """A step begins, and its copies with it."""
+        end = self._recorder.seconds
+        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for parameter in reversed(owned):
+            end += self._nbytes(parameter) / self._rate
+            self._ends[parameter] = end
+
+    def wait(self, parameter: Tensor) -> None:
+        """A parameter is about to be stepped."""
+        recorder = self._recorder
+        recorder.sent += self._nbytes(parameter)
+        if recorder.clock is not None and recorder.waits_for_copies:
+            recorder.seconds = max(recorder.seconds, self._ends.get(parameter, 0.0))
+
+    def _nbytes(self, parameter: Tensor) -> int:
+        state = tensors_in(self._optimizer.state.get(parameter, {}))
+        return sum(tensor.nbytes for tensor in (parameter, *state))
