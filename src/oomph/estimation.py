@@ -15,7 +15,7 @@ from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.allocator.replay import SHARED_SEGMENT
 from oomph.rehearsal.hidden import DeviceOverhead, Uncertainty, device_overhead, uncertainty
 from oomph.rehearsal.phases import PHASES, rehearse
-from oomph.rehearsal.replaying import PhasePeak, add_up, replay, retries_within
+from oomph.rehearsal.replaying import PhasePeak, Replay, add_up, replay, replay_within
 from oomph.rehearsal.timeline import Timeline
 from oomph.units import parse_bytes
 
@@ -79,6 +79,8 @@ class Estimate:
     """Reserved but not allocated, as a part of reserved, at the peak of reserved."""
     allocator_retries: int
     """Times the allocator had to give cached blocks back to stay inside the budget."""
+    step_retries: int
+    """How often it has to in each step, once the first ones are over."""
     smallest_budget: int
     """The least device memory, cached blocks given back, with which it would run."""
     notes: tuple[str, ...]
@@ -115,6 +117,7 @@ class Estimate:
             },
             "fragmentation": self.fragmentation,
             "allocator_retries": self.allocator_retries,
+            "step_retries": self.step_retries,
             "smallest_budget": self.smallest_budget,
             "notes": list(self.notes),
             "seconds": self.seconds,
@@ -198,7 +201,7 @@ def judge(
     highest = shown.peak(phases)
     alive = timeline.alive_at(highest.event)
     newest = max(alive, key=lambda block: block.birth, default=None)
-    verdict, retries = _verdict(timeline, settings, budget, gpu, overhead, doubt, highest)
+    verdict, within = _verdict(timeline, settings, budget, gpu, overhead, doubt, highest)
     return Estimate(
         job=job,
         gpu=gpu.name if gpu is not None else None,
@@ -218,7 +221,8 @@ def judge(
             event=highest.event,
         ),
         fragmentation=highest.fragmentation,
-        allocator_retries=retries,
+        allocator_retries=within.retries,
+        step_retries=within.step_retries,
         smallest_budget=_smallest_budget(timeline, settings, gpu, overhead, doubt, highest),
         notes=tuple(timeline.notes),
         seconds=seconds,
@@ -259,24 +263,24 @@ def _verdict(
     overhead: DeviceOverhead,
     doubt: Uncertainty,
     peak: PhasePeak,
-) -> tuple[Verdict, int]:
-    """Whether it fits, and how often the allocator has to clean up to make it so.
+) -> tuple[Verdict, Replay]:
+    """Whether it fits, and what happens then.
 
     At the cap the allocator gives its cached blocks back before it fails, so a job can fit although
     it would reserve more without one: the verdict replays what happens at the cap, once with the
     least that is allowed for and once with the most.
     """
     if budget is None:
-        return "fits", 0
+        return "fits", Replay(phases={})
     if gpu is None:
-        return ("fits" if peak.allocated <= budget else "does_not_fit"), 0
+        return ("fits" if peak.allocated <= budget else "does_not_fit"), Replay(phases={})
     sure = int((budget - overhead.high - doubt.unchecked) / (1 + doubt.reserved))
-    surely = retries_within(timeline, settings, sure, doubtful=2.0)
+    surely = replay_within(timeline, settings, sure, doubtful=2.0)
     if surely is not None:
         return "fits", surely
     lucky = int((budget - overhead.low) / (1 - doubt.reserved))
-    perhaps = retries_within(timeline, settings, lucky, doubtful=0.0)
-    return ("inconclusive", perhaps) if perhaps is not None else ("does_not_fit", 0)
+    perhaps = replay_within(timeline, settings, lucky, doubtful=0.0)
+    return ("inconclusive", perhaps) if perhaps is not None else ("does_not_fit", Replay(phases={}))
 
 
 def _smallest_budget(
@@ -293,11 +297,11 @@ def _smallest_budget(
     low, high = peak.allocated, peak.reserved
     # Before an expandable segment grows, the whole request is held against the cap, although part
     # of it may be mapped already: what was reserved without a cap may not be enough under one.
-    while retries_within(timeline, settings, high, doubtful=2.0) is None:
+    while replay_within(timeline, settings, high, doubtful=2.0) is None:
         low, high = high, high + max(peak.reserved // 20, SHARED_SEGMENT)
     while high - low > peak.reserved // 100:
         middle = (low + high) // 2
-        if retries_within(timeline, settings, middle, doubtful=2.0) is None:
+        if replay_within(timeline, settings, middle, doubtful=2.0) is None:
             low = middle
         else:
             high = middle

@@ -43,3 +43,14 @@ def test_memory_that_is_freed_before_the_wait_is_noticed() -> None:
     link.to_host(torch.ones(4), target)
     with pytest.raises(AssertionError, match="freed while"):
         link.close()
+
+
+@pytest.mark.parametrize("link", [InstantLink(), DeferredLink(), DeferredLink(eager=0.5)])
+def test_many_go_there_and_back_as_one(link: InstantLink | DeferredLink) -> None:
+    sources = [torch.arange(4.0), torch.arange(2.0)]
+    there = [link.host_memory(source.nbytes).view(torch.float32) for source in sources]
+    back = [torch.zeros_like(source) for source in sources]
+    out = link.to_host_all(list(zip(sources, there, strict=True)))
+    link.to_gpu_all(list(zip(there, back, strict=True)), after=[out]).wait()
+    assert [tensor.tolist() for tensor in back] == [[0, 1, 2, 3], [0, 1]]
+    link.close()

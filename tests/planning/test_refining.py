@@ -105,6 +105,17 @@ def test_what_the_host_steps_leaves_room_for_more_that_comes_early() -> None:
     assert (found.choices.host_share, found.choices.state_early) == (0.2, 8 * DEFERRED.state_ahead)
 
 
+@pytest.mark.parametrize("fastest", [4096, 2048, 1024])
+def test_the_loss_has_as_few_rows_at_a_time_as_make_it_fastest(fastest: int) -> None:
+    def attempt(choices: Choices) -> Tried:
+        assert choices.loss_chunk
+        return Tried(choices=choices, seconds=10 + abs(choices.loss_chunk - fastest) / 1024)
+
+    start = dataclasses.replace(INSIDE, head="lm_head", loss_chunk=4096)
+    best = refine(attempt(start), attempt, gradients=GRADIENTS, host_steps=False)
+    assert best.choices.loss_chunk == fastest
+
+
 def test_steps_inside_backward_need_nothing_early() -> None:
     machine = Machine()
     assert machine.refine(INSIDE, host_steps=False).state_early == 0

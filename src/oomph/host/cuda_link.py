@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class CudaLink:
     """Copies on streams of its own; see `oomph.host.link.Link`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._computing = _ComputingStream(device)
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned = PinnedMemory()
@@ -56,33 +57,57 @@ class CudaLink:
         self._pinned.close()
 
     def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, after: Sequence[Copy]) -> Copy:
+        computing = self._computing.now()
         ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
+        ready.record(computing)
         stream.wait_event(ready)
         for earlier in after:
             if isinstance(earlier, _CudaCopy):
                 stream.wait_event(earlier.done)
             else:  # work of the host, which no stream can wait for
                 earlier.finish()
-        with torch.cuda.stream(stream), torch.no_grad():
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
+        device = torch.cuda.current_device()
+        torch.cuda.set_stream(stream)  # which may choose another device
+        try:
+            with torch.no_grad():
+                for source, target in pairs:
+                    target.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(computing)
+            if device != computing.device_index:
+                torch.cuda.set_device(device)
         done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         done.record(stream)
-        return _CudaCopy(self._device, done, pairs)
+        return _CudaCopy(self._computing, done, pairs)
+
+
+class _ComputingStream:
+    """A device's stream that computes: asked for with every copy, and hardly ever another one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._last: tuple[Any, torch.cuda.Stream] | None = None
+
+    def now(self) -> torch.cuda.Stream:
+        """That of the thread that asks."""
+        found = torch._C._cuda_getCurrentStream(self._index)
+        last = self._last
+        if last is None or last[0] != found:
+            last = self._last = found, torch.cuda.current_stream(self._index)
+        return last[1]
 
 
 class _CudaCopy:
     """A copy that its event tells the end of; it keeps its tensors until it is waited for."""
 
-    def __init__(self, device: torch.device, done: torch.cuda.Event, pairs: Pairs) -> None:
+    def __init__(self, computing: _ComputingStream, done: torch.cuda.Event, pairs: Pairs) -> None:
         self.done = done
-        self._device = device
+        self._computing = computing
         self._held: Pairs = pairs
 
     def wait(self) -> None:
         """The computing stream waits; what it is given later may reuse the memory."""
-        torch.cuda.current_stream(self._device).wait_event(self.done)
+        self._computing.now().wait_event(self.done)
         self._held = ()
 
     def finish(self) -> None:

@@ -30,10 +30,10 @@ from oomph.planning.choices import MASTERS, RECOMPUTE, Choices, is_offloaded, of
 from oomph.planning.solver import Chain, ChainBlock, Option, Solution
 from oomph.planning.survey import Survey
 from oomph.rehearsal.link import LinkRates
-from oomph.rehearsal.phases import END_OF_STEP, rehearse
+from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.recorder import FORWARD, Recorder
 from oomph.rehearsal.storages import tensors_in
-from oomph.rehearsal.timeline import Block, Category, Mark, Timeline
+from oomph.rehearsal.timeline import END_OF_STEP, Block, Category, Mark, Timeline
 from oomph.techniques.chunked_loss import chunked_calls
 from oomph.techniques.step_buckets import bucket_bytes
 from oomph.timing.clock import Clock

@@ -16,8 +16,8 @@ from oomph.planning.attempt import NoPlan, try_plan
 from oomph.planning.plan import SCHEMA_VERSION, Plan
 from oomph.planning.planner import Say
 from oomph.planning.prices import Prices, example_prices
-from oomph.rehearsal.phases import END_OF_STEP, rehearse
-from oomph.rehearsal.timeline import Category
+from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.timeline import END_OF_STEP, Category
 from oomph.techniques.technique import Fidelity
 from oomph.units import format_bytes, parse_bytes
 

@@ -73,9 +73,10 @@ FAST_ENOUGH = 1.02
 #: Seconds that a byte which blocks move is taken for, as shares of what the link takes.
 PRICES = (0.0, 0.5, 1.0)
 #: Buckets of state that are on their way at least.
-LEAST_AHEAD = 4
-#: What it takes, at a guess, to give cached memory back and ask for it anew.
-RETRY_SECONDS = 4e-3
+LEAST_AHEAD = 2
+#: What it takes to give cached memory back and ask for it anew: an H200 stood idle for 9 and for
+#: 20 ms in two steps that had about three of these each.
+RETRY_SECONDS = 5e-3
 #: How often a plan that failed its check is solved again with less room.
 MOST_CHECKS = 12
 #: How many ways to run blocks are timed for real, at most.
@@ -632,7 +633,7 @@ class Planner:
     def _rehearsed_seconds(self, estimate: Estimate, candidate: _Candidate) -> float:
         """With the time in which the allocator cleans up its cache."""
         seconds = candidate.rehearsed or candidate.seconds
-        return seconds + estimate.allocator_retries * RETRY_SECONDS
+        return seconds + estimate.step_retries * RETRY_SECONDS
 
     def _leaner(self, candidate: _Candidate, missing: int) -> _Candidate | None:
         """The same with other ways to run the blocks, which leave so much more room."""
@@ -668,9 +669,9 @@ class Planner:
                 seconds = self._rehearsed_seconds(estimate, candidate)
                 if best is None or seconds < best[0]:
                     best = (seconds, estimate, candidate)
-                if candidate.rehearsed is not None and not estimate.allocator_retries:
+                if candidate.rehearsed is not None and not estimate.step_retries:
                     continue  # copies take longer than it seemed: another may be faster
-                if not estimate.allocator_retries or best[0] < seconds:
+                if not estimate.step_retries or best[0] < seconds:
                     break
                 missing = room // 100
             elif best is not None and candidate.rehearsed is None:
@@ -749,7 +750,7 @@ class Planner:
             candidate = dataclasses.replace(candidate, rehearsed=rehearsed)
         limit = self._limit(candidate.choices.leaves)
         plain = self._judge(timeline, "", limit)
-        if self.gpu is None or (plain.fits and not plain.allocator_retries):
+        if self.gpu is None or (plain.fits and not plain.step_retries):
             return plain, candidate
         expandable = self._judge(timeline, EXPANDABLE, limit)
         if _merit(expandable) <= _merit(plain):
@@ -920,7 +921,7 @@ def _least_seconds(parts: int, known: Mapping[int, _Times]) -> float:
 
 def _merit(estimate: Estimate) -> tuple[bool, int, int]:
     """Fitting is better than not, then few retries, then a small need."""
-    retries = estimate.allocator_retries if estimate.fits else 0
+    retries = estimate.step_retries if estimate.fits else 0
     return estimate.fits, -retries, -estimate.smallest_budget
 
 

@@ -2,8 +2,9 @@
 
 How many gradients wait on the GPU for the norm of all, how many blocks have their weights there,
 how much state comes before that norm is known and what share of the steps the host's cores make
-decides which copies meet in a step. Only a rehearsal of the whole step knows what that comes to, so
-each is raised for as long as it makes the step faster.
+decides which copies meet in a step; how many rows the loss has at a time, whether the allocator
+finds room between them. Only a rehearsal of the whole step knows what that comes to, so each is
+moved for as long as it makes the step faster.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PARTS = tuple(part / 8 for part in range(1, 9))
 SHARES = tuple(part / 10 for part in range(1, 10))
 #: Buckets of state that come before all gradients are known, in those that come ahead anyway.
 EARLY = tuple(range(2, 9))
+#: Rows of the loss at a time, as parts of those that were planned so far.
+CHUNKS = (2, 4)
 #: How much faster a step must get for the next one to be tried.
 WORTH_IT = 0.995
 
@@ -43,6 +46,7 @@ def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -
 
     `host_steps` says that it is known how fast the host's cores step.
     """
+    best = _smaller_loss(best, attempt)
     if (room := best.choices.gradient_room) is not None:
         more = [size for part in PARTS if (size := int(part * gradients)) > room]
         best = _climb(best, [_setting(gradient_room=size) for size in more], attempt)
@@ -58,7 +62,14 @@ def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -
         shared = _climb(best, [_setting(host_share=share) for share in SHARES], attempt)
         # What the host steps leaves room on the GPU.
         best = _come_early(shared, attempt) if shared is not best else best
-    return best
+    return _smaller_loss(best, attempt)
+
+
+def _smaller_loss(best: Tried, attempt: Attempt) -> Tried:
+    """With fewer rows of the loss at a time, for which the allocator finds room in one piece."""
+    chunk = best.choices.loss_chunk
+    less = [chunk // part for part in CHUNKS] if chunk else []
+    return _climb(best, [_setting(loss_chunk=rows) for rows in less if rows], attempt)
 
 
 def _come_early(best: Tried, attempt: Attempt) -> Tried:

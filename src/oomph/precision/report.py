@@ -15,8 +15,9 @@ from oomph.precision.ladder import LEVELS, Level
 from oomph.precision.probe import Cost, Divergence
 from oomph.rehearsal.allocator.settings import AllocatorSettings
 from oomph.rehearsal.hidden import device_overhead
-from oomph.rehearsal.phases import END_OF_STEP, rehearse
+from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.replaying import replay
+from oomph.rehearsal.timeline import END_OF_STEP
 from oomph.techniques.layer_precision import LayerPrecision
 from oomph.timing.clock import Clock
 from oomph.units import format_bytes

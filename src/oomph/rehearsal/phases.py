@@ -38,7 +38,7 @@ from oomph.rehearsal.link import LinkRates, RehearsedLink
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import tensors_in
-from oomph.rehearsal.timeline import Category, Timeline
+from oomph.rehearsal.timeline import END_OF_STEP, Category, Timeline
 from oomph.rehearsal.world import pretend
 from oomph.running.applying import apply_choices
 from oomph.running.evaluating import evaluate_batch
@@ -49,10 +49,6 @@ from oomph.timing.clock import Clock
 
 #: In the order they are rehearsed. The second step counts: optimizer state exists from then on.
 PHASES = ("build", "first step", "step", "eval", "save")
-
-
-#: Where an optimizer step is over.
-END_OF_STEP = "end of step"
 
 #: Given model, optimizer and recorder before the first phase that runs them.
 Watch = Callable[[nn.Module, torch.optim.Optimizer | None, Recorder], None]

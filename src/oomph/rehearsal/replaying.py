@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from oomph.rehearsal.allocator import Allocator, AllocatorSettings, OutOfMemory
-from oomph.rehearsal.timeline import Timeline
+from oomph.rehearsal.timeline import END_OF_STEP, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,9 @@ class Replay:
 
     phases: dict[str, PhasePeak]
     retries: int = 0
+    """How often the allocator cleaned up its cache."""
+    step_retries: int = 0
+    """How often in the last step of them."""
 
     def peak(self, phases: Collection[str]) -> PhasePeak:
         """The most that any of these phases held; `event` is that of the peak of allocated."""
@@ -56,6 +59,8 @@ def replay(
     highest, at = 0, 0
     spans = sorted(timeline.spans, key=lambda span: span.start)
     emptied = list(timeline.emptied)
+    steps = [mark.event for mark in timeline.marks if mark.name == END_OF_STEP]
+    ends = []
 
     def close_span() -> None:
         nonlocal highest
@@ -79,6 +84,9 @@ def replay(
         while emptied and event >= emptied[0]:
             emptied.pop(0)
             allocator.empty_cache()
+        while steps and event >= steps[0]:
+            steps.pop(0)
+            ends.append(allocator.stats.retries)
         if is_birth:
             size = int(block.size * doubtful) if block.doubtful else block.size
             handles[id(block)] = allocator.malloc(size, block.stream)
@@ -88,17 +96,19 @@ def replay(
             highest, at = allocator.allocated, event
     while spans:
         close_span()
-    return Replay(phases=phases, retries=allocator.stats.retries)
+    ends += [allocator.stats.retries] * len(steps)
+    before, after = [0, 0, *ends][-2:]
+    return Replay(phases=phases, retries=allocator.stats.retries, step_retries=after - before)
 
 
-def retries_within(
+def replay_within(
     timeline: Timeline, settings: AllocatorSettings, cap: int, *, doubtful: float = 1.0
-) -> int | None:
-    """How often the allocator must clean up when it may reserve `cap`, or None if it fails."""
+) -> Replay | None:
+    """What happens when the allocator may reserve `cap`, or None if that is not enough."""
     if cap <= 0:
         return None
     try:
-        return replay(timeline, settings, cap=cap, doubtful=doubtful).retries
+        return replay(timeline, settings, cap=cap, doubtful=doubtful)
     except OutOfMemory:
         return None
 

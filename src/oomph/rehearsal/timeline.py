@@ -52,6 +52,10 @@ class Span:
     stop: int
 
 
+#: Where an optimizer step is over.
+END_OF_STEP = "end of step"
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A moment of the timeline that somebody wants to find again, and the time it was then."""

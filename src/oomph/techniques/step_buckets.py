@@ -77,7 +77,7 @@ class Bucket:
 
 def bucket_bytes(weights: int) -> int:
     """A size of bucket for so many bytes of weights: enough for the link, little beside all."""
-    return min(max(weights // 64, 1 << 20), 32 << 20)
+    return min(max(weights // 64, 1 << 20), 64 << 20)
 
 
 def make_buckets(
