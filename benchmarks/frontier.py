@@ -375,7 +375,13 @@ def budgets_of(suite: Suite, chosen: Sequence[Budget]) -> tuple[Budget, ...]:
     return tuple(chosen) or suite.budgets
 
 
-def turns_of(suite: Suite, chosen: Sequence[Budget], only: str | None, out: Path) -> list[Turn]:
+def turns_of(
+    suite: Suite,
+    chosen: Sequence[Budget],
+    only: str | None,
+    out: Path,
+    peers: Sequence[str] = (),
+) -> list[Turn]:
     """What is left to run; what needs no run is written at once."""
     path = results_path(out, suite)
     document = load(path, _empty(suite))
@@ -393,6 +399,8 @@ def turns_of(suite: Suite, chosen: Sequence[Budget], only: str | None, out: Path
                 turns.append(Turn(suite=suite, row=OOMPH, budgets=(budget,), place=place))
     if only != "oomph":
         for peer in suite.peers:
+            if peers and peer.name not in peers:
+                continue
             left = missing(document, peer.name, budgets)
             if left and peer.is_installed:
                 place = min(places.get(peer.name, ROOM), ROOM)
@@ -570,6 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--suite", help=f"of {', '.join(SUITES)}; several with commas between")
     parser.add_argument("--out", type=Path, help="the folder for results")
     parser.add_argument("--only", choices=["oomph", "peers"])
+    parser.add_argument("--peer", action="append", default=[], help="leave out the other peers")
     parser.add_argument("--only-plans", action="store_true", help=f"make plans for {GPU}, no more")
     parser.add_argument("--budgets", type=parse_budgets, default=(), help="as 24,40,unlimited")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
@@ -593,7 +602,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     turns = [
         turn
         for suite in suites
-        for turn in turns_of(suite, options.budgets, options.only, options.out)
+        for turn in turns_of(suite, options.budgets, options.only, options.out, options.peer)
     ]
     take_turns(turns, options.out, deadline)
     for suite in suites:

@@ -38,11 +38,11 @@ class Machine:
         return refine(start, self, gradients=GRADIENTS, host_steps=host_steps).choices
 
 
-@pytest.mark.parametrize("share", [0.0, *SHARES])
+@pytest.mark.parametrize("share", [0.0, 0.05, *SHARES, 0.25, 0.95])
 def test_the_host_gets_the_share_that_is_fastest(share: float) -> None:
     machine = Machine(share=share)
     assert machine.refine(INSIDE).host_share == share
-    assert len(machine.tried) <= 2 + SHARES.index(share) if share else len(machine.tried) == 1
+    assert len(machine.tried) <= 2 + round(share / SHARES[0])
 
 
 def test_a_host_that_was_never_measured_steps_nothing() -> None:
@@ -132,7 +132,7 @@ def test_what_was_changed_to_make_room_stays() -> None:
     start = Tried(choices=INSIDE, seconds=1.0)
     found = refine(start, attempt, gradients=GRADIENTS, host_steps=True)
     assert found.choices == dataclasses.replace(
-        INSIDE, host_share=SHARES[-1], blocks={"blocks.0": "recompute"}
+        INSIDE, host_share=0.95, blocks={"blocks.0": "recompute"}
     )
 
 

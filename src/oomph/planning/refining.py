@@ -60,6 +60,8 @@ def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -
     if host_steps:
         # Late: how fast the host is beside all else is what is known least.
         shared = _climb(best, [_setting(host_share=share) for share in SHARES], attempt)
+        half_more = round(shared.choices.host_share + SHARES[0] / 2, 2)
+        shared = _climb(shared, [_setting(host_share=half_more)], attempt)
         # What the host steps leaves room on the GPU.
         best = _come_early(shared, attempt) if shared is not best else best
     return _smaller_loss(best, attempt)
