@@ -61,6 +61,8 @@ class Audition:
     """Of the optimizer step, once."""
     loss_is_chunked: bool
     """Whether the head that the choices name really never made its logits."""
+    waits_for_launches: bool
+    """Whether the seconds are those of the host, which launches later than the card computes."""
     copies: Copies | None = None
     """What goes over the link in a step, where anything does."""
     graphed: Audition | None = None
@@ -73,8 +75,8 @@ class Audition:
 
     @property
     def waits(self) -> bool:
-        """Whether its fastest way waits for copies."""
-        return self.copies is not None and self.fastest > self._kernels(self._fastest_blocks)
+        """Whether the card waits for the host: for launches, or for copies in the fastest way."""
+        return self.waits_for_launches or self.fastest > self._kernels(self._fastest_blocks)
 
     def with_loss(self, chunk: int, more_bytes: int, more_seconds: float) -> Audition:
         """The same with another chunk of the loss, which takes so much more."""
@@ -283,6 +285,7 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
             other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
             step_seconds=base.step.seconds(clock),
             loss_is_chunked=chunked,
+            waits_for_launches=waits,
             copies=copies,
         )
 

@@ -430,7 +430,7 @@ class Planner:
     def _is_slower_later(self, heard: list[Audition], base: Choices) -> bool:
         """Whether the step is better made inside backward, which takes less memory.
 
-        Not if it waits for copies there, or if there is memory to spare.
+        Not if the card waits for the host there, or if there is memory to spare.
         """
         rooms = self._rooms()
         return any(
