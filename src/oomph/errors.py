@@ -41,6 +41,17 @@ class DoesNotFit(OomphError):
         self.smallest = smallest
 
 
+class HostTooSmall(DoesNotFit):
+    """No plan fits the host's memory; `missing` is how many bytes too little.
+
+    With `smallest` bytes of device memory there is a plan that takes none of the host's.
+    """
+
+    def __init__(self, message: str, smallest: int, missing: int) -> None:
+        super().__init__(message, smallest)
+        self.missing = missing
+
+
 class OutOfMemory(OomphError):
     """A step ran out of memory under every plan there is; nothing of it was kept."""
 

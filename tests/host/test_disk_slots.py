@@ -9,12 +9,13 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from deferred_link import DeferredCopy, DeferredLink, poison
+from deferred_link import DeferredLink, poison
+from shared_link import SharedLink
 from torch import Tensor
 
 from oomph.errors import DiskDamaged, DiskFull, HostMemoryFull
@@ -23,24 +24,6 @@ from oomph.host.link import Copy, InstantLink
 from oomph.host.slots import MemorySlots, SlotStore
 
 LARGEST = 50_000
-
-
-class SharedLink(DeferredLink):
-    """A deferred link that a thread of the disk may wait for, too."""
-
-    def __init__(self, *, eager: float = 0.0, seed: int = 0) -> None:
-        super().__init__(eager=eager, seed=seed)
-        self.lock = threading.RLock()
-
-    def run_until(self, job: object) -> None:
-        with self.lock:
-            super().run_until(job)  # type: ignore[arg-type]
-
-    def _enqueue(
-        self, queue: str, source: Tensor, target: Tensor, after: Sequence[Copy]
-    ) -> DeferredCopy:
-        with self.lock:
-            return super()._enqueue(queue, source, target, after)
 
 
 def in_memory(link: DeferredLink, folder: Path) -> SlotStore:

@@ -140,6 +140,12 @@ WAYS = {
         Net,
         adamw,
     ),
+    "on the disk": (Choices(optimizer_on="host", disk_share=1.0), Net, adamw),
+    "masters on the host, some state on the disk": (
+        Choices(optimizer_on="host", weights="bf16 with fp32 masters", disk_share=0.5),
+        Net,
+        adamw,
+    ),
     "fused": (Choices(fused_optimizer=True), Net, adamw),
     "masters": (Choices(weights="bf16 with fp32 masters"), Net, adamw),
     "masters in backward": (
@@ -160,6 +166,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oomph.techniques.low_bit_state.SMALLEST", 64)
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
     one, other = start(*WAYS[way]), start(*WAYS[way])
     torch.manual_seed(1)
     expected = losses(one, BATCHES)
@@ -177,6 +184,23 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     again.undo()
     assert_same(weights_of(again.model), weights_of(one.model))
     assert_same(again.optimizer.state_dict(), one.optimizer.state_dict())
+
+
+def test_state_on_the_disk_is_saved_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    run, plain = start(*WAYS["on the disk"]), start()
+    for one in (run, plain):
+        torch.manual_seed(1)
+        losses(one, BATCHES[:3])
+    with monkeypatch.context() as patch:
+        patch.setattr("oomph.techniques.host_state.HostState.show", None)
+        run.save(tmp_path / "disk")
+    plain.save(tmp_path / "plain")
+    saved = [load_checkpoint(tmp_path / name).optimizer_state for name in ("disk", "plain")]
+    assert_same(*saved)
+    run.undo()
 
 
 def test_a_run_that_went_on_can_go_back(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from oomph.host.link import Link
 from oomph.techniques import streamed_step
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement, OpenSlots
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.streamed_weights import StreamedWeights
 
@@ -128,6 +128,7 @@ class Training:
         *,
         weights: StreamedWeights | None = None,
         blocks: Sequence[nn.Module] | None = None,
+        disk: OpenSlots | None = None,
         **placement: Any,
     ) -> HostOptimizer:
         self.host = HostOptimizer(
@@ -140,6 +141,7 @@ class Training:
             weights=weights,
             clip_norm=self.recipe.clip_norm,
             scaler=self.scaler,
+            disk=disk,
         )
         return self.host
 

@@ -116,10 +116,23 @@ class PlanOptions:
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Leave the blocks uncompiled.")
     ] = False
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="SIZE",
+            help="Host memory that what leaves the GPU may take, as 64GiB; state beyond it waits on"
+            " the disk. Default: no limit; to train, what is free.",
+        ),
+    ] = None
 
     def as_arguments(self) -> dict[str, Any]:
         """As planning takes them."""
-        return {"allow": self.allow, "compile_blocks": not self.no_compile}
+        return {
+            "allow": self.allow,
+            "compile_blocks": not self.no_compile,
+            "host": self.host,
+        }
 
     def changed(self) -> Iterable[str]:
         """The options that were given."""
@@ -127,6 +140,8 @@ class PlanOptions:
             yield "--allow"
         if self.no_compile:
             yield "--no-compile"
+        if self.host is not None:
+            yield "--host"
 
 
 def with_groups(command: Callable[..., int]) -> Callable[..., int]:

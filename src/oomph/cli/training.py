@@ -87,6 +87,7 @@ def train(
         from oomph.reporting.page.sources import page_of_attempt, page_of_training
         from oomph.running.checkpoint_folder import checkpoints
         from oomph.running.loading import Stored
+        from oomph.running.run import free_host_memory
         from oomph.running.training import Saving, Trained, card_of, choose_device
         from oomph.running.training import train as take_steps
 
@@ -98,9 +99,10 @@ def train(
             saved = stored.plan()
         torch.manual_seed(0)
         job, loader = job_to_train(**options.source())
-        plan: Attempt = saved or try_plan(
-            job, budget=budget, gpu=card_of(target), say=say, **how.as_arguments()
-        )
+        under = how.as_arguments()
+        if how.host is None:
+            under["host"] = free_host_memory(job.model, target)
+        plan: Attempt = saved or try_plan(job, budget=budget, gpu=card_of(target), say=say, **under)
     if isinstance(plan, NoPlan):
         save_html(html, lambda: page_of_attempt(plan))
         return answer(plan, describe_attempt(plan), as_json)

@@ -28,6 +28,7 @@ from torch import Tensor
 from oomph.errors import BadInput, UnknownName
 from oomph.gpus.catalogue import find_gpu
 from oomph.gpus.profile import Profile
+from oomph.host.scratch_file import default_folder
 from oomph.units import GIB, MIB, format_bytes
 
 #: Of a product: rows (tokens), inner width, columns. Squares, and layers of transformers.
@@ -106,7 +107,7 @@ def measure_machine(
     room = _room(place)  # first of all: a card in use is refused before anything takes time
     say("measuring the disk")
     disk_write, disk_read, disk_method = disk_rates(
-        folder if folder is not None else _temporary_folder(), seconds=limits["disk"]
+        folder if folder is not None else default_folder(), seconds=limits["disk"]
     )
     say("measuring AdamW on the host")
     host_adam = host_adam_rate(seconds=limits["host_adam"])
@@ -477,12 +478,6 @@ def _disk_method(direct: bool) -> str:
     if hasattr(os, "posix_fadvise"):
         return "fsync, page cache dropped"
     return "fsync, page cache may have helped"
-
-
-def _temporary_folder() -> Path:
-    """Where large files for a while belong: /tmp is memory on many machines."""
-    folder = Path(os.environ.get("TMPDIR") or "/var/tmp")
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
 
 
 # --- Timing ---------------------------------------------------------------------------------------

@@ -126,6 +126,12 @@ class ScratchFile:
             os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
 
 
+def default_folder() -> Path:
+    """Where large files for a while belong: /tmp is memory on many machines."""
+    folder = Path(os.environ.get("TMPDIR") or "/var/tmp")
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def _open(folder: Path) -> int:
     """A new file with no name."""
     if hasattr(os, "O_TMPFILE"):

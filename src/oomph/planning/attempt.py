@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from oomph.errors import DoesNotFit
+from oomph.errors import DoesNotFit, HostTooSmall
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job
 from oomph.planning.plan import SCHEMA_VERSION, Plan
@@ -28,6 +28,8 @@ class NoPlan:
     """The same in words, with what would help."""
     seconds: float
     """How long it took to find that out."""
+    host_missing: int = 0
+    """Bytes of host memory that would do as well; 0 where host memory is not what is short."""
 
     @property
     def verdict(self) -> Literal["does_not_fit"]:
@@ -45,6 +47,7 @@ class NoPlan:
             "smallest_budget": self.smallest_budget,
             "reason": self.reason,
             "seconds": self.seconds,
+            "host_missing": self.host_missing,
         }
 
     def __str__(self) -> str:
@@ -64,6 +67,7 @@ def try_plan(
     gpu: str | GPU | None = None,
     allow: str | Fidelity = Fidelity.ROUNDING,
     compile_blocks: bool = True,
+    host: str | int | None = None,
     say: Say = lambda _: None,
 ) -> Attempt:
     """Plan, and answer where no plan fits instead of raising."""
@@ -71,7 +75,13 @@ def try_plan(
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     try:
         return plan(
-            job, budget=budget, gpu=card, allow=allow, compile_blocks=compile_blocks, say=say
+            job,
+            budget=budget,
+            gpu=card,
+            allow=allow,
+            compile_blocks=compile_blocks,
+            host=host,
+            say=say,
         )
     except DoesNotFit as error:
         limit = parse_bytes(budget) if budget is not None else card.memory if card else 0
@@ -82,4 +92,5 @@ def try_plan(
             smallest_budget=error.smallest,
             reason=str(error),
             seconds=time.perf_counter() - began,
+            host_missing=error.missing if isinstance(error, HostTooSmall) else 0,
         )

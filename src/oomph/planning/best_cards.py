@@ -137,14 +137,15 @@ def best_cards(
     budget: str | int | None = None,
     allow: str | Fidelity = Fidelity.ROUNDING,
     compile_blocks: bool = True,
+    host: str | int | None = None,
     prices: Prices | None = None,
     say: Say = lambda _: None,
 ) -> BestCards:
     """Plan the job for every NVIDIA card of the catalogue.
 
     With `prices` only their cards are planned for, and the cheapest comes first. With a `budget`
-    plans use no more than that on any card, nor more than the card has. Cards that surely cannot
-    hold the job are not planned for.
+    plans use no more than that on any card, nor more than the card has; `host` is as for `plan`.
+    Cards that surely cannot hold the job are not planned for.
     """
     began = time.perf_counter()
     limit = parse_bytes(budget) if budget is not None else math.inf
@@ -173,6 +174,7 @@ def best_cards(
                 too_little,
                 allow=allow,
                 compile_blocks=compile_blocks,
+                host=host,
                 say=_numbered(say, gpu, next(numbers), len(cuda)),
             )
             price = costs.dollars_per_hour.get(gpu.name)
@@ -196,6 +198,7 @@ def _plan_for(
     *,
     allow: str | Fidelity,
     compile_blocks: bool,
+    host: str | int | None,
     say: Say,
 ) -> tuple[CardPlan, int]:
     """The card's plan, and the most memory that is known to be too little on a card like it."""
@@ -205,10 +208,12 @@ def _plan_for(
         why = f"needs more than {format_bytes(too_little)}"
         return CardPlan(gpu=gpu, plan=None, why_not=why), too_little
     found = try_plan(
-        job, budget=usable, gpu=gpu, allow=allow, compile_blocks=compile_blocks, say=say
+        job, budget=usable, gpu=gpu, allow=allow, compile_blocks=compile_blocks, host=host, say=say
     )
     if isinstance(found, NoPlan):
         why = f"needs {format_bytes(found.smallest_budget)}"
+        if found.host_missing:
+            why = f"needs {format_bytes(found.host_missing)} more host memory"
         return CardPlan(gpu=gpu, plan=None, why_not=why), usable
     # Dozens of cards: their timelines together would take more memory than they are worth.
     return CardPlan(gpu=gpu, plan=dataclasses.replace(found, checked=None)), too_little

@@ -131,7 +131,14 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="optimizer",
             field="optimizer_on",
-            with_it=("host_share", "gradient_room", "state_ahead", "state_early", "weights_away"),
+            with_it=(
+                "host_share",
+                "disk_share",
+                "gradient_room",
+                "state_ahead",
+                "state_early",
+                "weights_away",
+            ),
             # The host's kernels differ from the GPU's in the last bits.
             fidelity=Fidelity.ROUNDING if after.host_share else Fidelity.EXACT,
         ),
@@ -184,10 +191,11 @@ def say_place(choices: Choices) -> str:
     words = "state on the host"
     if choices.host_share:
         words += f", {choices.host_share:.0%} stepped there"
-    room = choices.gradient_room
-    if room is None:
-        return words
-    return words + (f", gradients too beyond {format_bytes(room)}" if room else ", gradients too")
+    if (room := choices.gradient_room) is not None:
+        words += f", gradients too beyond {format_bytes(room)}" if room else ", gradients too"
+    if choices.disk_share:
+        words += f", {choices.disk_share:.0%} of the state on the disk"
+    return words
 
 
 def say_weights_away(choices: Choices) -> str:

@@ -53,6 +53,8 @@ class Choices:
     """The paths of the blocks whose weights wait on the host too, and come when the block runs."""
     host_share: float = 0.0
     """The part of all parameters whose steps the host's cores make; the GPU makes the others."""
+    disk_share: float = 0.0
+    """The part of all parameters whose optimizer state waits on the disk."""
     gradient_room: int | None = None
     """Bytes of gradients that wait on the GPU for the norm of all; the others wait on the host."""
     state_ahead: int = 4
@@ -90,6 +92,8 @@ class Choices:
             )
         if self.optimizer_on == "gpu" and (self.host_share or self.gradient_room is not None):
             raise BadInput("the host has no share of an optimizer that is on the GPU")
+        if self.optimizer_on == "gpu" and self.disk_share:
+            raise BadInput("the disk has no share of an optimizer that is on the GPU")
         if self.state_ahead < 1:
             raise BadInput(f"at least one bucket of state comes ahead, not {self.state_ahead}")
         if self.state_early < 0:
@@ -97,6 +101,13 @@ class Choices:
         self._check_weights_away()
         if not 0 <= self.host_share <= 1:
             raise BadInput(f"the host's share is between 0 and 1, not {self.host_share}")
+        if not 0 <= self.disk_share <= 1:
+            raise BadInput(f"the disk's share is between 0 and 1, not {self.disk_share}")
+        if self.host_share + self.disk_share > 1:
+            raise BadInput(
+                f"what the host's cores step is in memory: {self.host_share:.0%} of all there and"
+                f" {self.disk_share:.0%} on the disk are more than there is"
+            )
         if self.gradient_room is not None and self.gradient_room < 0:
             raise BadInput(f"gradients cannot have {self.gradient_room} bytes")
         if self.cuda_graph and self.optimizer_in_backward:
@@ -176,6 +187,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "loss_chunk": (int, type(None)),
     "gradient_room": (int, type(None)),
     "host_share": (int, float),
+    "disk_share": (int, float),
     "blocks": (dict,),
     "compiled_others": (list,),
     "weights_away": (list,),

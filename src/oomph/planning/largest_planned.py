@@ -112,13 +112,14 @@ def largest_planned(
     step: int = 1,
     allow: str | Fidelity = Fidelity.ROUNDING,
     compile_blocks: bool = True,
+    host: str | int | None = None,
     say: Say = lambda _: None,
 ) -> PlannedLimit:
     """The largest size whose job has a plan; `make_job(size)` makes it, or raises `BadInput`.
 
     Sizes are doubled or halved from `start` until the answer is enclosed, then the gap is closed to
     about 3 %, never below `step`. For a `batch` only plans that run it in one piece count: split
-    into micro-batches, nearly any batch fits.
+    into micro-batches, nearly any batch fits. The other arguments are as for `plan`.
     """
     if gpu is None and budget is None:
         raise BadInput("nothing limits a job on the CPU but a budget: give one, as 16GiB")
@@ -131,6 +132,7 @@ def largest_planned(
             gpu=gpu,
             allow=allow,
             compile_blocks=compile_blocks,
+            host=host,
             say=lambda words: say(f"a {what} of {size:,}: {words}"),
         )
         return _Tried(attempt=found, in_one_piece=what == "batch")

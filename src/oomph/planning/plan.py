@@ -128,6 +128,8 @@ class Predicted:
     """In a step; 0 where the batch holds none."""
     host: int = 0
     """Bytes of host memory for what leaves the GPU."""
+    disk: int = 0
+    """Bytes on the disk for what leaves the host, too."""
 
     @property
     def rate(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from oomph.errors import BadInput, CannotRehearse, DoesNotFit
+from oomph.errors import BadInput, CannotRehearse, DoesNotFit, HostTooSmall
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU, find_gpu
 from oomph.gpus.profile import load_profile
@@ -38,6 +38,7 @@ from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.changes import describe_changes, fusing_rounds
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
+from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.refining import Tried, refine
 from oomph.planning.solver import Solution, leanest, solve
@@ -72,6 +73,8 @@ LEAVE_FROM = 1.25
 FAST_ENOUGH = 1.02
 #: Seconds that a byte which blocks move is taken for, as shares of what the link takes.
 PRICES = (0.0, 0.5, 1.0)
+#: Seconds that such a byte is taken for where host memory is short: only what must moves.
+DEAR = 1e-6
 #: Buckets of state that are on their way at least.
 LEAST_AHEAD = 2
 #: What it takes to give cached memory back and ask for it anew: an H200 stood idle for 9 and for
@@ -93,13 +96,15 @@ def plan(
     allow: str | Fidelity = Fidelity.ROUNDING,
     compile_blocks: bool = True,
     timer: BlockTimer | None = None,
+    host: str | int | None = None,
     say: Say = lambda _: None,
 ) -> Plan:
     """The fastest plan for `job` that stays inside `budget` on `gpu`, with no GPU needed.
 
     Without `gpu` the plan is for the CPU. `allow` is how far its numbers may be from the untouched
-    job's. With a `timer` the blocks of the best plan are timed for real. Raises `DoesNotFit`, which
-    carries the smallest budget that would do.
+    job's. With a `timer` the blocks of the best plan are timed for real. `host` is the host memory
+    that what leaves the GPU may take; state that has no room there waits on the disk. Raises
+    `DoesNotFit`, which carries the smallest budget that would do.
     """
     planner = make_planner(
         job,
@@ -108,6 +113,7 @@ def plan(
         allow=allow,
         compile_blocks=compile_blocks,
         timer=timer,
+        host=host,
         say=say,
     )
     return planner.plan()
@@ -121,12 +127,15 @@ def make_planner(
     allow: str | Fidelity = Fidelity.ROUNDING,
     compile_blocks: bool = True,
     timer: BlockTimer | None = None,
+    host: str | int | None = None,
     say: Say = lambda _: None,
 ) -> Planner:
     """Who makes the plan, and keeps what it heard on the way for plans within other budgets."""
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if budget is None and card is None:
         raise BadInput("nothing limits a job on the CPU but a budget: give one, as 16GiB")
+    if host is not None and card is None:
+        raise BadInput("on the CPU host memory is the budget: give that, and no host")
     limit = parse_bytes(budget) if budget is not None else card.memory if card else 0
     if job.optimizer is None:
         raise BadInput("a plan is for training: give the job an optimizer")
@@ -141,6 +150,7 @@ def make_planner(
         allow=fidelity,
         compiles=compile_blocks and card is not None,
         timer=timer,
+        host=parse_bytes(host) if host is not None else None,
         say=say,
     )
 
@@ -168,6 +178,8 @@ class Planner:
     allow: Fidelity
     compiles: bool
     timer: BlockTimer | None
+    host: int | None
+    """Host memory that a plan may take; None where there is no limit."""
     say: Say
     notes: list[str] = dataclasses.field(default_factory=list)
     heard: list[Audition] = dataclasses.field(default_factory=list)
@@ -584,7 +596,7 @@ class Planner:
 
     def _choose(self) -> tuple[Estimate, _Candidate]:
         """The fastest that passes its check; where it is slow for it, with what leaves the GPU."""
-        found = self._check_until_one_fits()
+        found = stays = self._check_until_one_fits()
         slow = found is None or found[0] > LEAVE_FROM * self._unlimited()
         may_leave = self.gpu is not None and self.found.steps_per_parameter
         if slow and may_leave and self._like is None:
@@ -592,7 +604,16 @@ class Planner:
             self._hear_all(to_beat=found[0] if found is not None else math.inf)
             away = self._check_until_one_fits()
             found = min(filter(None, (found, away)), key=lambda one: one[0], default=None)
-        return self._refined(*found[1:]) if found is not None else self._refuse()
+        estimate, candidate = self._refined(*(found[1:] if found is not None else self._refuse()))
+        missing = self._missing_on_host(estimate)
+        seconds = self._rehearsed_seconds(estimate, candidate)
+        if stays is not None and (missing or seconds > stays[0]):
+            return stays[1:]  # with the disk it became slow
+        return (estimate, candidate) if not missing else self._refuse_host(missing)
+
+    def _missing_on_host(self, estimate: Estimate) -> int:
+        """Bytes of host memory that a plan needs and may not take."""
+        return max(estimate.timeline.host_bytes - self.host, 0) if self.host is not None else 0
 
     def _refined(self, estimate: Estimate, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
         """The same with what is better tried than heard."""
@@ -615,20 +636,44 @@ class Planner:
                 return None
             checked[str(tried.choices)] = estimate, tried
             like[str(tried.choices.blocks)] = tried
-            seconds = self._rehearsed_seconds(estimate, tried)
-            return Tried(choices=tried.choices, seconds=seconds)
+            return self._tried(estimate, tried)
 
         profile = load_profile(self.gpu.name)
-        seconds = self._rehearsed_seconds(estimate, candidate)
         best = refine(
-            Tried(choices=candidate.choices, seconds=seconds),
+            self._tried(estimate, candidate),
             attempt,
             gradients=self._gradient_bytes(candidate.choices),
             host_steps=profile is not None
             and profile.host_adam is not None
             and self.allow.allows(Fidelity.ROUNDING),
         )
+        if self.host is not None:
+            lighter = self._lighter(checked[str(best.choices)][1])
+            like |= {str(one.choices.blocks): one for one in lighter}
+            best = make_host_room(best, [one.choices for one in lighter], attempt, self.host)
         return checked[str(best.choices)]
+
+    def _tried(self, estimate: Estimate, candidate: _Candidate) -> Tried:
+        return Tried(
+            choices=candidate.choices,
+            seconds=self._rehearsed_seconds(estimate, candidate),
+            host=estimate.timeline.host_bytes,
+        )
+
+    def _lighter(self, candidate: _Candidate) -> list[_Candidate]:
+        """The same with less on the host: blocks move only what they must, and nothing steps there.
+
+        In that order, each with those before it.
+        """
+        lighter = []
+        solution = solve(candidate.heard.priced(DEAR), candidate.solution.peak)
+        if solution is not None and solution.choice != candidate.solution.choice:
+            candidate = _with_blocks(candidate, solution)
+            lighter.append(candidate)
+        if candidate.choices.host_share:
+            choices = dataclasses.replace(candidate.choices, host_share=0.0)
+            lighter.append(dataclasses.replace(candidate, choices=choices))
+        return lighter
 
     def _rehearsed_seconds(self, estimate: Estimate, candidate: _Candidate) -> float:
         """With the time in which the allocator cleans up its cache."""
@@ -641,10 +686,7 @@ class Planner:
         solved = self._within(candidate.heard, peak - max(missing, 0) - peak // 100)
         if not solved:
             return None
-        solution = min(solved, key=candidate.heard.seconds)
-        blocks = candidate.heard.choose(solution).blocks
-        choices = dataclasses.replace(candidate.choices, blocks=blocks)
-        return dataclasses.replace(candidate, solution=solution, choices=choices)
+        return _with_blocks(candidate, min(solved, key=candidate.heard.seconds))
 
     def _check_until_one_fits(self) -> tuple[float, Estimate, _Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
@@ -662,6 +704,8 @@ class Planner:
                 self._refuses_capture = True
                 self.notes.append("no CUDA graph is captured: the forward reads its data")
                 continue
+            if self._like is not None and self._missing_on_host(estimate):
+                continue  # its share on the disk is settled
             if candidate.rehearsed is not None:
                 self._slower[_way(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if estimate.fits:
@@ -714,16 +758,7 @@ class Planner:
 
     def _refuse(self) -> tuple[Estimate, _Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""
-        sizes = self._micro_batches()
-        self._weights = None
-        # The whole batch can step in backward, the smallest part has the fewest activations.
-        heard = [h for size in dict.fromkeys((sizes[0], sizes[-1])) for h in self._hear_size(size)]
-        lean = [
-            self._candidate(variant, leanest(variant.chain))
-            for one in heard
-            for variant in self._chunked(one)
-        ]
-        estimate, candidate = self._check(min(lean, key=lambda one: one.solution.peak))
+        estimate, candidate = self._check_leanest()
         if estimate.fits:
             return estimate, candidate
         need = estimate.smallest_budget
@@ -734,6 +769,37 @@ class Planner:
             f" ({self._advice()})",
             need,
         )
+
+    def _refuse_host(self, missing: int) -> tuple[Estimate, _Candidate]:
+        """The leanest that stays on the GPU, if it fits after all; else what is missing."""
+        assert self.gpu is not None and self.host is not None
+        need = self.gpu.memory
+        if self._like is None:
+            self._leaving = False
+            estimate, candidate = self._check_leanest()
+            if estimate.fits:
+                return estimate, candidate
+            need = estimate.smallest_budget
+        raise HostTooSmall(
+            f"no plan fits {format_bytes(self.budget)} and {format_bytes(self.host)} of host"
+            f" memory: even with all the state it can put on the disk, {format_bytes(missing)} of"
+            f" host memory is missing (that much more, a smaller model, or {format_bytes(need)} on"
+            " the GPU, which takes none of the host's, would do)",
+            need,
+            missing,
+        )
+
+    def _check_leanest(self) -> tuple[Estimate, _Candidate]:
+        sizes = self._micro_batches()
+        self._weights = None
+        # The whole batch can step in backward, the smallest part has the fewest activations.
+        heard = [h for size in dict.fromkeys((sizes[0], sizes[-1])) for h in self._hear_size(size)]
+        lean = [
+            self._candidate(variant, leanest(variant.chain))
+            for one in heard
+            for variant in self._chunked(one)
+        ]
+        return self._check(min(lean, key=lambda one: one.solution.peak))
 
     def _advice(self) -> str:
         if not self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
@@ -811,6 +877,7 @@ class Planner:
             predicted=Predicted(
                 peak=estimate.peak,
                 host=estimate.timeline.host_bytes,
+                disk=estimate.timeline.disk_bytes,
                 # Under the budget the allocator gives back what it would keep without one.
                 high=min(estimate.interval["device"].high, self.budget),
                 categories_at_peak=estimate.categories_at_peak,
@@ -863,6 +930,13 @@ def _kind(choices: Choices) -> _Kind:
     )
 
 
+def _with_blocks(candidate: _Candidate, solution: Solution) -> _Candidate:
+    """The same with other ways to run the blocks."""
+    blocks = candidate.heard.choose(solution).blocks
+    choices = dataclasses.replace(candidate.choices, blocks=blocks)
+    return dataclasses.replace(candidate, solution=solution, choices=choices)
+
+
 def _stepping_later(choices: Choices) -> list[Choices]:
     """The same with the step after backward, too, where it is inside."""
     if not choices.optimizer_in_backward:
@@ -878,7 +952,7 @@ def _pace(choices: Choices) -> _Pace:
     return choices.micro_batch, choices.weights
 
 
-_Way = tuple[int | None, Weights, int | None, bool, int, int]
+_Way = tuple[int | None, Weights, int | None, bool, float, int, int]
 
 
 def _way(choices: Choices) -> _Way:
@@ -888,6 +962,7 @@ def _way(choices: Choices) -> _Way:
         choices.weights,
         choices.gradient_room,
         bool(choices.weights_away),
+        choices.disk_share,
         choices.state_ahead,
         len(choices.offloaded),
     )

@@ -30,10 +30,12 @@ WORTH_IT = 0.995
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """Choices that fit, and the seconds of a step with them."""
+    """Choices that fit the GPU, and the seconds of a step with them."""
 
     choices: Choices
     seconds: float
+    host: int = 0
+    """Bytes of host memory."""
 
 
 #: Tries choices; what comes back may make room for them in the blocks, and is None where it cannot.

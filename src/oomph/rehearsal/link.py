@@ -93,7 +93,7 @@ class RehearsedLink:
         """Do it now, on fake tensors; the clock has it done as fast as memory is read."""
         with self._recorder.placing(Side.HOST):
             work()
-        return _RehearsedCopy(self._recorder, self._end(self._host, nbytes, after), ())
+        return RehearsedCopy(self._recorder, self._end(self._host, nbytes, after))
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Fake memory on the host's side, counted."""
@@ -107,10 +107,10 @@ class RehearsedLink:
     def _copy(self, lane: _Lane, pairs: Pairs, after: Sequence[Copy]) -> Copy:
         self._recorder.launches += COPY_LAUNCHES - 1 + len(pairs)
         end = self._end(lane, _nbytes(pairs), after)
-        return _RehearsedCopy(self._recorder, end, pairs)
+        return RehearsedCopy(self._recorder, end, pairs)
 
     def _end(self, lane: _Lane, nbytes: int, after: Sequence[Copy]) -> float:
-        earlier = [copy.end for copy in after if isinstance(copy, _RehearsedCopy)]
+        earlier = [copy.end for copy in after if isinstance(copy, RehearsedCopy)]
         begin = max(self._recorder.seconds, lane.free, *earlier, 0.0)
         lane.free = begin + nbytes / lane.rate
         return lane.free
@@ -128,10 +128,10 @@ class _Lane:
         self.free = 0.0
 
 
-class _RehearsedCopy:
+class RehearsedCopy:
     """Holds its tensors as a real one does: they take memory until it is waited for."""
 
-    def __init__(self, recorder: Recorder, end: float, held: Pairs) -> None:
+    def __init__(self, recorder: Recorder, end: float, held: Pairs = ()) -> None:
         self.end = end
         self._recorder = recorder
         self._held = held

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from oomph.errors import BadInput, CannotRehearse, OomphError, UnknownName
 from oomph.gpus import GPU
-from oomph.host.link import InstantLink
+from oomph.host.link import InstantLink, Link
+from oomph.host.slots import SlotStore
 from oomph.job import (
     Job,
     batch_size,
@@ -37,6 +38,7 @@ from oomph.rehearsal.graph import RehearsedCapture
 from oomph.rehearsal.link import LinkRates, RehearsedLink
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
 from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.slots import RehearsedSlots
 from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import END_OF_STEP, Category, Timeline
 from oomph.rehearsal.world import pretend
@@ -179,6 +181,11 @@ def _set_stage(
             device_type=device,
             scaler=make_scaler(job.precision, device),
         )
+
+    def open_slots(link: Link, largest: int, buffers: int) -> SlotStore:
+        assert isinstance(link, RehearsedLink) and gpu is not None
+        return RehearsedSlots(recorder, link, gpu, largest=largest, buffers=buffers)
+
     stage, _ = apply_choices(
         choices,
         job,
@@ -187,6 +194,7 @@ def _set_stage(
         device_type=device,
         compile_with=functools.partial(stand_in_for_compiled, recorder=recorder),
         capture_with=RehearsedCapture(recorder),
+        slots_with=open_slots,
         link_with=lambda _: RehearsedLink(recorder, gpu) if gpu is not None else InstantLink(),
     )
     stage.weigher = None  # how many targets a batch has is nothing that fake tensors know

@@ -85,6 +85,8 @@ class Timeline:
     refuses_capture: bool = False
     #: Host memory that techniques take for what leaves the GPU.
     host_bytes: int = 0
+    #: Room on the disk that they take.
+    disk_bytes: int = 0
     #: Assumptions made where only real data could tell, in words (rule 7).
     notes: list[str] = field(default_factory=list)
 

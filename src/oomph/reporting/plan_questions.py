@@ -40,7 +40,10 @@ def _beyond(limit: PlannedLimit) -> Iterable[str]:
 
     larger, attempt = f"A {limit.what} of {limit.next_value:,}", limit.next_attempt
     if isinstance(attempt, NoPlan):
-        yield f"{larger} does not fit: it needs {format_bytes(attempt.smallest_budget)}."
+        needs = format_bytes(attempt.smallest_budget)
+        if attempt.host_missing:
+            needs = f"{format_bytes(attempt.host_missing)} more host memory"
+        yield f"{larger} does not fit: it needs {needs}."
     else:
         size, rate = attempt.choices.micro_batch, attempt.predicted.rate
         yield (

@@ -130,10 +130,17 @@ def _notes(plan: Plan) -> Iterable[str]:
         yield f"{step}: on the CPU that compares plans and is no promise"
     else:
         yield step
+    if plan.predicted.host:
+        yield f"outside the GPU it is predicted to take {_say_outside(plan)}"
     if plan.choices.blocks:
         gap = f"{100 * plan.gap:.1f} %"
         yield f"another choice for the blocks would be at most {gap} faster, by the same clock"
     yield from plan.notes
+
+
+def _say_outside(plan: Plan) -> str:
+    host, disk = format_bytes(plan.predicted.host), format_bytes(plan.predicted.disk)
+    return f"{host} of host memory" + (f" and {disk} on the disk" if plan.predicted.disk else "")
 
 
 def format_seconds(seconds: float, *, sign: bool = False) -> str:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from oomph.errors import BadInput
+from oomph.host.disk_slots import DiskSlots
 from oomph.host.link import Link
 from oomph.host.open_link import open_link
+from oomph.host.scratch_file import default_folder
+from oomph.host.slots import SlotStore
 from oomph.job import Job
 from oomph.planning.choices import (
     KEEP,
@@ -48,6 +53,10 @@ Compile = Callable[[nn.Module, str], Undo]
 _MARK = "_oomph_applied"
 
 
+#: Opens slots on the disk behind a link: bytes of the largest, and how many buffers there are.
+OpenSlotsBehind = Callable[[Link, int, int], SlotStore]
+
+
 def apply_choices(
     choices: Choices,
     job: Job,
@@ -58,6 +67,7 @@ def apply_choices(
     compile_with: Compile | None = None,
     capture_with: Capture = capture_on_the_card,
     link_with: Callable[[str], Link] = open_link,
+    slots_with: OpenSlotsBehind | None = None,
 ) -> tuple[Stage, Undo]:
     """Change model and optimizer in place; whatever fails, they are as they were before."""
     applied = Applied(
@@ -69,6 +79,7 @@ def apply_choices(
         compile_with=compile_with,
         capture_with=capture_with,
         link_with=link_with,
+        slots_with=slots_with,
     )
     return applied.stage, applied.undo
 
@@ -91,6 +102,8 @@ class Applied:
         compile_with: Compile | None = None,
         capture_with: Capture = capture_on_the_card,
         link_with: Callable[[str], Link] = open_link,
+        slots_with: OpenSlotsBehind | None = None,
+        disk: Path | None = None,
     ) -> None:
         refuse_applied(model)
         _check_whole(choices, job, model)
@@ -109,6 +122,7 @@ class Applied:
         self._compile_with = compile_with
         self._capture_with = capture_with
         self._link_with = link_with
+        self._slots_with = slots_with or functools.partial(_open_slots, disk)
         self._link: Link | None = None
         self._offload: ActivationOffload | None = None
         self._placed: PlacedWeights | None = None
@@ -294,6 +308,7 @@ class Applied:
             self._open_link(),
             HostPlacement(
                 host_share=choices.host_share,
+                disk_share=choices.disk_share,
                 keep_gradients=choices.gradient_room,
                 bucket=bucket_bytes(trained),
                 ahead=choices.state_ahead,
@@ -305,6 +320,7 @@ class Applied:
             clip_norm=stage.job.clip_norm,
             scaler=stage.scaler,
             home=self._placed.home if self._placed is not None else None,
+            disk=functools.partial(self._slots_with, self._open_link()),
         )
         stage.host = host
 
@@ -424,3 +440,8 @@ def find_module(model: nn.Module, path: str) -> nn.Module:
         return model.get_submodule(path)
     except AttributeError:
         raise BadInput(f"the plan names {path}, which {type(model).__name__} has not") from None
+
+
+def _open_slots(folder: Path | None, link: Link, largest: int, buffers: int) -> SlotStore:
+    """On the disk of a folder, or of the one that is for temporary files."""
+    return DiskSlots(link, folder or default_folder(), largest=largest, buffers=buffers)

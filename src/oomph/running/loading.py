@@ -345,9 +345,9 @@ def _load_optimizer(stage: Stage, stored: Stored) -> None:
     assert optimizer is not None, "a run has an optimizer"
     optimizer.zero_grad(set_to_none=True)
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # A tensor that is moved to a GPU is copied by that.
-    on_host = any(parameter.device.type == "cpu" for parameter in owned)
-    state = stored.optimizer_state(copied=on_host)
+    # What goes to a GPU, or to an optimizer's own place on the host, is copied by that.
+    stays = stage.host is None and any(parameter.device.type == "cpu" for parameter in owned)
+    state = stored.optimizer_state(copied=stays)
     if not has_low_bit_state(optimizer):
         state = _as_plain(state, owned)
     optimizer.state.clear()  # or there would be two of each on the device

@@ -20,7 +20,8 @@ from oomph.data.prefetch_memory import prefetched_bytes
 from oomph.errors import BadInput
 from oomph.estimation import Ledgers
 from oomph.gpus import GPU, find_gpu
-from oomph.host.limits import check_host_memory
+from oomph.host.limits import check_disk, check_host_memory, host_limits
+from oomph.host.scratch_file import default_folder
 from oomph.job import Job, build_model, make_batch, make_optimizer
 from oomph.planning.block_timer import BlockTimer
 from oomph.planning.plan import MadeFor, Plan
@@ -41,6 +42,9 @@ from oomph.running.step import train_step
 from oomph.running.transaction import Transaction
 from oomph.techniques.technique import Fidelity, Undo
 from oomph.units import parse_bytes
+
+#: The part of free host memory that no plan counts on: planning and loading data take some, too.
+HOST_MARGIN = 0.05
 
 
 class Run:
@@ -312,14 +316,15 @@ def apply(
     *,
     device: str | torch.device | None = None,
     elastic: bool | Elastic = False,
+    disk: str | Path | None = None,
 ) -> Run:
     """Apply a plan to the job's own model and optimizer, on the device the model is on.
 
     With another `device` it comes there, as far as the plan says. A job with a function for a model
     gets a new one, on the GPU where there is one. Where anything is not as it was planned for, that
-    raises `StalePlan`, and the model is not touched. `elastic` is as for `fit`.
+    raises `StalePlan`, and the model is not touched. `elastic` and `disk` are as for `fit`.
     """
-    return _apply(plan, job, device, elastic)
+    return _apply(plan, job, device, elastic, disk)
 
 
 def _apply(
@@ -327,6 +332,7 @@ def _apply(
     job: Job,
     device: str | torch.device | None,
     elastic: bool | Elastic,
+    disk: str | Path | None,
     planner: Planner | None = None,
 ) -> Run:
     """Apply a plan; `planner` is who made it, if that is known, and makes others for the run."""
@@ -342,8 +348,8 @@ def _apply(
         card = _gpu_of(target)
         name, gpu = plan.made_for.job, card.name if card is not None else None
         plan.made_for.check(MadeFor.of(name, model, make_batch(job), optimizer, gpu))
-        leaves_host = sum(p.nbytes for p in model.parameters() if p.device.type != target.type)
-        check_host_memory(max(plan.predicted.host - leaves_host, 0), "the plan")
+        folder = Path(disk) if disk is not None else default_folder()
+        _check_room(plan, folder, leaves_host=_leaves_host(model, target))
         own = dataclasses.replace(job, model=model, optimizer=optimizer)
         make_another = functools.partial(make_planner, budget=plan.budget, gpu=card)
         ladder = Ladder(planner or make_another(own), plan)
@@ -352,7 +358,7 @@ def _apply(
             ladder.make_all()
             how = elastic if isinstance(elastic, Elastic) else Elastic()
             elasticity = Elasticity(how, target, card)
-        applied = Applied(plan.choices, own, model, optimizer, device_type=target.type)
+        applied = Applied(plan.choices, own, model, optimizer, device_type=target.type, disk=folder)
 
         def enforce_here(budget: int) -> None:
             if card is not None:
@@ -381,6 +387,7 @@ def fit(
     time_blocks: bool = False,
     elastic: bool | Elastic = False,
     prefetch: int = 0,
+    disk: str | Path | None = None,
     **options: Any,
 ) -> Run:
     """Rehearse, plan and apply in one line; `options` are those of `Job` (precision, clip_norm …).
@@ -395,7 +402,9 @@ def fit(
     looks at the memory there is, and goes to a smaller plan at once where there is less; back after
     a while where there is more. It also plans for longer batches when they come.
 
-    The plan leaves room for `prefetch` batches that `run.batches` puts on the device ahead.
+    The plan leaves room for `prefetch` batches that `run.batches` puts on the device ahead. What
+    leaves the GPU stays inside the host memory that is free; optimizer state with no room there
+    waits on the disk of the folder `disk`, by default that of $TMPDIR or else of /var/tmp.
     """
     job = Job(model, loss, optimizer, batch, **options)
     _refuse_own_changes(job)
@@ -407,9 +416,10 @@ def fit(
         on_device = _moved(make_batch(job), target)
         timer = BlockTimer(job=job, model=model, optimizer=optimizer, batch=on_device)
     room = _room_beside(prefetch, job, gpu, budget)
-    planner = make_planner(job, budget=room, gpu=gpu, allow=allow, timer=timer)
+    host = free_host_memory(model, target)
+    planner = make_planner(job, budget=room, gpu=gpu, allow=allow, timer=timer, host=host)
     plan = planner.plan()
-    run = _apply(plan, job, target, elastic, planner)
+    run = _apply(plan, job, target, elastic, disk, planner)
     run.prefetch = prefetch
     if budget is not None and gpu is not None:
         enforce(parse_bytes(budget), gpu, target)
@@ -422,20 +432,29 @@ def resume(
     *,
     device: str | torch.device | None = None,
     elastic: bool | Elastic = False,
+    disk: str | Path | None = None,
 ) -> Run:
     """Go on from a checkpoint, or the newest one of a folder, under the plan it was saved under.
 
-    To go on under another plan, apply that one and `load` the checkpoint. `device` and `elastic`
-    are as for `apply`.
+    To go on under another plan, apply that one and `load` the checkpoint. `device`, `elastic` and
+    `disk` are as for `apply`.
     """
     stored = Stored(Path(path))
-    run = apply(stored.plan(), job, device=device, elastic=elastic)
+    run = apply(stored.plan(), job, device=device, elastic=elastic, disk=disk)
     try:
         run.load(stored)
     except BaseException:
         run.undo()
         raise
     return run
+
+
+def free_host_memory(model: Any, device: torch.device) -> int | None:
+    """Host memory that a plan may take on this machine; None on the CPU, where nothing leaves."""
+    if device.type == "cpu":
+        return None
+    there = _leaves_host(model, device) if isinstance(model, nn.Module) else 0
+    return int((1 - HOST_MARGIN) * host_limits().memory) + there
 
 
 def enforce(budget: int, gpu: GPU, device: torch.device) -> None:
@@ -446,6 +465,21 @@ def enforce(budget: int, gpu: GPU, device: torch.device) -> None:
     # Unlike its neighbours, this one wants to be told which of the cards.
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+
+def _leaves_host(model: nn.Module, device: torch.device) -> int:
+    """Bytes of weights that are on the host already: what waits there needs no other memory."""
+    return sum(p.nbytes for p in model.parameters() if p.device.type != device.type)
+
+
+def _check_room(plan: Plan, folder: Path, *, leaves_host: int) -> None:
+    """Refuse what host memory or the disk cannot hold, before anything is allocated."""
+    host, disk = plan.predicted.host, plan.predicted.disk
+    if disk:
+        check_disk(disk, folder, "the plan")
+        if host_limits(folder).disk_is_memory:
+            host += disk
+    check_host_memory(max(host - leaves_host, 0), "the plan")
 
 
 def _room_beside(

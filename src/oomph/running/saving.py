@@ -13,6 +13,7 @@ Tensors go to the disk a piece at a time: saving takes no memory on the device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -88,7 +89,9 @@ def save(now: Situation, folder: Path, *, keep: int) -> Path:
     }
     size = sum(map(size_of, files.values())) + len(json.dumps(content)) + _MARGIN
     with new_checkpoint(folder, step=now.step, size=size, keep=keep) as private:
-        written = {name: write_tensors(private / name, files[name]) for name in files}
+        host = now.stage.host
+        numbers = [host.numbers] if host is not None else []
+        written = {name: write_tensors(private / name, files[name], *numbers) for name in files}
         content["files"] = {name: dataclasses.asdict(one) for name, one in written.items()}
         _write_manifest(private / MANIFEST, content)
     return checkpoints(folder)[-1]
@@ -106,9 +109,10 @@ def plain_model_state(stage: Stage) -> dict[str, Any]:
 
 
 def optimizer_state(stage: Stage) -> dict[str, Any]:
-    """The optimizer's state dict; its tensors are those in use."""
+    """The optimizer's state dict; its tensors are those in use, or stand for them."""
     assert stage.optimizer is not None, "a run has an optimizer"
-    return stage.optimizer.state_dict()
+    with stage.host.state_left_on_disk() if stage.host is not None else contextlib.nullcontext():
+        return stage.optimizer.state_dict()
 
 
 def optimized_parameters(stage: Stage) -> list[list[str]]:

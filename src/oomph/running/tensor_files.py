@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,16 @@ class Written:
     crc32: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write a new file and wait until it is on the disk."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], numbers: Callable[[Tensor], Tensor] = lambda t: t
+) -> Written:
+    """Write a new file and wait until it is on the disk.
+
+    `numbers` gives what a tensor stands for, one after the other: they may not all have room.
+    """
     checksum = size = 0
     with path.open("xb") as file:
-        for piece in _bytes_of(tensors):
+        for piece in _bytes_of(tensors, numbers):
             file.write(piece)
             checksum, size = zlib.crc32(piece, checksum), size + len(piece)
         file.flush()
@@ -113,10 +118,12 @@ class MappedTensors:
         return tensor
 
 
-def _bytes_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _bytes_of(
+    tensors: Mapping[str, Tensor], numbers: Callable[[Tensor], Tensor]
+) -> Iterator[memoryview]:
     yield memoryview(_header(tensors))
     for name in _order(tensors):
-        for piece in _pieces(tensors[name].detach()):
+        for piece in _pieces(numbers(tensors[name]).detach()):
             yield piece.view(torch.uint8).numpy().data
 
 

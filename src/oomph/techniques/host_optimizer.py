@@ -7,6 +7,8 @@ Two ways, of which each takes a share of the parameters:
 - *on the host* (`host_share`): gradients leave, the host's cores step their own copy of the weights
   and the new weights come back. Equal to the plain optimizer but for the last bits.
 
+State for which host memory has no room waits on the disk (`disk_share`), and is streamed.
+
 When a parameter is stepped depends on the job. Without clipping and without a GradScaler a bucket
 is stepped inside backward, as soon as its gradients are complete. With either, all gradients must
 be known first: then `step` only begins the step, and each part of the model waits for its own
@@ -35,7 +37,15 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +55,9 @@ from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput
 from oomph.host.link import Copy, Link
+from oomph.host.slots import SlotStore
 from oomph.job import repeated_blocks
+from oomph.techniques.disk_state import DiskState, choose_for_disk, is_kept
 from oomph.techniques.first_use import FirstUse
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_state import HostState
@@ -68,10 +80,13 @@ from oomph.techniques.optimizer_twin import (
     is_elementwise,
 )
 from oomph.techniques.partial_steps import tell_followers
-from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets
+from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets, pieces_of
 from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import StreamedWeights
+
+#: Opens slots on the disk: bytes of the largest, and how many buffers there are before it.
+OpenSlots = Callable[[int, int], SlotStore]
 
 #: Buckets that backward completes for each that comes early: weights use the same way.
 EARLY_PACE = 3
@@ -93,6 +108,8 @@ class HostPlacement:
 
     host_share: float = 0.0
     """The part of all elements that the host's cores step: those that forward needs last."""
+    disk_share: float = 0.0
+    """The part of all elements whose state waits on the disk; the GPU steps them."""
     keep_gradients: int | None = None
     """Bytes of gradients that may wait on the GPU, those that forward needs first; None is all."""
     bucket: int = 64 << 20
@@ -110,7 +127,8 @@ class HostOptimizer:
     `blocks` are the modules before which all their parameters must be ready, and inside which no
     hook is wanted; the model's repeated blocks if none are given. `weights` are those that are on
     the host. `clip_norm` and `scaler` are what the job uses. `home` says where the state and the
-    master of a parameter go in the end, if that is not where the parameter is or was.
+    master of a parameter go in the end, if that is not where the parameter is or was. `disk` opens
+    slots on the disk, where some of the state goes there.
     """
 
     def __init__(
@@ -126,6 +144,7 @@ class HostOptimizer:
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         home: Callable[[Tensor], torch.device] | None = None,
+        disk: OpenSlots | None = None,
     ) -> None:
         _check(optimizer, masters, placement)
         self._weights = weights
@@ -147,7 +166,9 @@ class HostOptimizer:
         #: On the host: what the optimizer steps of parameters that have a master.
         self._host_masters: dict[Trained, Tensor] = {}
         self._masters_hidden = False
-        self._state = HostState(link, optimizer)
+        self._disk = _open_disk(disk, optimizer, self._trained, placement)
+        self._state = HostState(link, optimizer, self._disk)
+        self._shows_disk = True
         self._gradients = LeavingGradients(link, placement.bucket * placement.ahead)
         parts = StepParts(
             link=link,
@@ -238,6 +259,24 @@ class HostOptimizer:
         self._gradients.release()
         self._show_masters()
 
+    @contextlib.contextmanager
+    def state_left_on_disk(self) -> Iterator[None]:
+        """While active, a state dict has stand-ins for what is on the disk; see `numbers`."""
+        self._shows_disk = False
+        try:
+            yield
+        finally:
+            self._shows_disk = True
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """What a tensor of a state dict stands for: itself, unless that is on the disk."""
+        return self._state.numbers(tensor)
+
+    def _show_all(self) -> None:
+        self.settle()
+        if self._shows_disk:
+            self._state.show()
+
     def abandon(self) -> None:
         """Drop the gradients of a batch that is not to be stepped; a step under way goes on."""
         self._streamed.drop()  # whoever ran out of memory needs it; it can come again
@@ -265,6 +304,7 @@ class HostOptimizer:
             if (master := self._host_masters.pop(trained, None)) is not None:
                 trained.owned.data = brought_home(self._link, master, home, device)
         self._state.forget()
+        self._state.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -318,7 +358,7 @@ class HostOptimizer:
             self._handles.append(hook)
         optimizer = self._optimizer
         self._handles += [
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._show_all()),
             optimizer.register_load_state_dict_pre_hook(lambda _, state: self._before_load(state)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()),
         ]
@@ -328,7 +368,7 @@ class HostOptimizer:
         unit_of = self._first_use.freeze()
         places = {leaf: at for at, leaf in enumerate(unit_of)}
         ordered = sorted(self._trained, key=lambda trained: places.get(trained.leaf, -1))
-        streamed, on_host = _split(ordered, self._placement.host_share)
+        streamed, on_host = _split(ordered, self._placement.host_share, self._disk or ())
         for trained in on_host:
             self._host.make_room(trained)
             self._place_counter(trained, torch.device("cpu"))
@@ -380,6 +420,7 @@ class HostOptimizer:
             self._complete_step()
         self._streamed.release()
         self._hide_masters()
+        self._state.hide()
         self._gradients.begin_backward()
         self._check_groups()
         self._backward_is_last = last
@@ -388,6 +429,8 @@ class HostOptimizer:
                 self._freeze_groups()
             self._missing = {b: set(b.parameters) for b in self._order.buckets}
             self._upcoming = list(self._order.streamed)
+            following = self._upcoming if self.defers else reversed(self._upcoming)
+            self._state.announce(piece for bucket in following for piece in bucket.pieces)
         self._wires_leaf_dtype = self._is_first and last and self._scaler is None
         self._is_first = False
 
@@ -695,6 +738,8 @@ class HostOptimizer:
             return value
         if name == "step":
             return value.clone()
+        if value.dim() and trained is not None and trained in (self._disk or ()):
+            return value.to(parameter.dtype)  # from where it is to the disk
         if value.dim() and trained is not None:
             # It lies as its parameter does, which has another shape where it is a part of state.
             like = trained.like if trained.like.shape == value.shape else value
@@ -809,8 +854,9 @@ def _check(
         raise BadInput("state in 8 bits cannot go to the host: choose one or the other")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise BadInput("a differentiable optimizer cannot go to the host: leave it on the GPU")
-    if not 0 <= placement.host_share <= 1:
-        raise BadInput(f"a share is between 0 and 1, not {placement.host_share}")
+    for share in (placement.host_share, placement.disk_share):
+        if not 0 <= share <= 1:
+            raise BadInput(f"a share is between 0 and 1, not {share}")
     if placement.bucket <= 0 or placement.ahead < 1:
         raise BadInput("buckets have a size, and at least one comes ahead of the one in use")
 
@@ -837,14 +883,56 @@ def _find_trained(
     return found
 
 
-def _split(ordered: list[Trained], host_share: float) -> tuple[list[Trained], list[Trained]]:
-    """What is streamed, and what the host steps: the last ones, up to its share."""
-    most = host_share * sum(trained.leaf.numel() for trained in ordered)
-    at, taken = len(ordered), 0
-    while at and taken + ordered[at - 1].leaf.numel() <= most:
-        at -= 1
-        taken += ordered[at].leaf.numel()
-    return ordered[:at], ordered[at:]
+def _split(
+    ordered: list[Trained], host_share: float, on_disk: Container[Trained]
+) -> tuple[list[Trained], list[Trained]]:
+    """What is streamed, and what the host steps: the last ones in its memory, up to its share."""
+    left = host_share * sum(trained.leaf.numel() for trained in ordered)
+    on_host: list[Trained] = []
+    for trained in reversed([trained for trained in ordered if trained not in on_disk]):
+        left -= trained.leaf.numel()
+        if left < 0:
+            break
+        on_host.insert(0, trained)
+    taken = set(on_host)
+    return [trained for trained in ordered if trained not in taken], on_host
+
+
+def _open_disk(
+    open_slots: OpenSlots | None,
+    optimizer: torch.optim.Optimizer,
+    trained: Sequence[Trained],
+    placement: HostPlacement,
+) -> DiskState | None:
+    """Room on the disk for the state of the share that goes there."""
+    chosen = choose_for_disk(trained, placement.disk_share)
+    if not chosen:
+        return None
+    if not is_elementwise(optimizer):
+        raise BadInput(
+            f"the state of {type(optimizer).__name__} is not in pieces as its parameters are, and "
+            "cannot go to the disk: keep it in host memory"
+        )
+    assert open_slots is not None, "there is no disk to put state on"
+    made = _made_states(optimizer)
+    pieces = {one: pieces_of(one, placement.bucket) for one in chosen}
+    states = {one: made(one.group, one.owned.dtype) for one in chosen}
+    sizes = {
+        value.element_size() * max(piece.numel for piece in pieces[one])
+        for one in chosen
+        for value in states[one].values()
+        if is_kept(value)
+    }
+    if not sizes:
+        return None
+    each = max(sum(map(is_kept, state.values())) for state in states.values())
+    # As many as come ahead, one that is stepped and one that leaves.
+    store = open_slots(max(sizes), each * (placement.ahead + 2))
+    try:
+        return DiskState(store, pieces, states.__getitem__)
+    except BaseException:
+        store.close()
+        raise
 
 
 def _first_unit(ordered: list[Trained], unit_of: Mapping[Tensor, int]) -> set[Trained]:

@@ -2,16 +2,21 @@
 
 Tensors go to the host, whole parameters at a time; scalars such as step counters stay where they
 are. What is stepped in pieces has one whole tensor on the host all the same, as a state dict has.
+
+Some of it may be on the disk instead (`DiskState`). The optimizer shows a stand-in for that, and
+the numbers only from `show` to `hide`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from oomph.host.link import Link
+from oomph.host.limits import check_host_memory
+from oomph.host.link import Copy, Link
+from oomph.techniques.disk_state import DiskState, is_kept
 from oomph.techniques.host_tensors import brought_home, host_tensor, to_host_now
 from oomph.techniques.optimizer_twin import State
 from oomph.techniques.step_buckets import Piece, Trained
@@ -20,9 +25,17 @@ from oomph.techniques.step_buckets import Piece, Trained
 class HostState:
     """The state of an optimizer's parameters."""
 
-    def __init__(self, link: Link, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, link: Link, optimizer: torch.optim.Optimizer, disk: DiskState | None = None
+    ) -> None:
         self._link = link
         self._optimizer = optimizer
+        self._disk = disk
+        #: What the optimizer shows of parameters whose state is on the disk, and its versions.
+        self._shown: dict[Trained, dict[str, tuple[Tensor, int]]] = {}
+        self._stand_ins: dict[tuple[Trained, str], Tensor] = {}
+        #: By the id of a stand-in, which is never freed before this.
+        self._stands_for: dict[int, tuple[Trained, str]] = {}
         #: Parameters whose state is all there, and pieces of others that were stepped.
         self._complete: set[Trained] = set()
         self._stepped: set[Piece] = set()
@@ -36,9 +49,9 @@ class HostState:
 
         Where it runs out, it does so before anything was stepped.
         """
-        if not self._optimizer.state.get(trained.owned):
+        if not self._is_on_disk(trained) and not self._optimizer.state.get(trained.owned):
             for name, value in made.items():
-                if _is_moved(value):
+                if is_kept(value):
                     room = host_tensor(self._link, trained.like, value.dtype)
                     self._reserved[trained, name] = room
 
@@ -49,7 +62,7 @@ class HostState:
         )
         like = {
             name: torch.empty_like(trained.like, dtype=value.dtype, device="meta")
-            if _is_moved(value)
+            if is_kept(value)
             else value.clone()
             for name, value in made.items()
         }
@@ -61,20 +74,31 @@ class HostState:
         self._complete.clear()
         self._stepped.clear()
         self._moved.clear()
+        self._shown.clear()
 
     def move_out(self, trained: Trained) -> None:
         """Take what state there is of a parameter to the host."""
         state = self._optimizer.state.get(trained.owned)
         if not state:
             return
+        if self._is_on_disk(trained):
+            self.adopt(trained)
+            return
         for name, value in state.items():
-            if _is_moved(value):
+            if is_kept(value):
                 state[name] = to_host_now(self._link, value)
                 self._moved.add(trained)  # each by itself: the next one may find no room
         self._complete.add(trained)
 
     def adopt(self, trained: Trained) -> None:
-        """The state that the optimizer has of a parameter is on the host already."""
+        """The state that the optimizer has of a parameter is on the host already.
+
+        If it belongs on the disk it goes there from wherever it is.
+        """
+        if self._is_on_disk(trained):
+            assert self._disk is not None
+            self._disk.write(trained, self._optimizer.state[trained.owned])
+            self._hide(trained)
         self._complete.add(trained)
         self._moved.add(trained)
 
@@ -83,15 +107,73 @@ class HostState:
         if trained not in self._moved:
             return
         state = self._optimizer.state[trained.owned]
+        if self._is_on_disk(trained):
+            assert self._disk is not None
+            self._write_back(trained)
+            state.update(self._disk.read(trained, home))
+            return
         for name, value in state.items():
-            if _is_moved(value):
+            if is_kept(value):
                 state[name] = brought_home(self._link, value, home, trained.leaf.device)
 
     def tensors(self, piece: Piece) -> dict[str, Tensor]:
-        """This piece of what is on the host; nothing before its first step."""
-        if not self._is_there(piece):
+        """This piece of what is in host memory; nothing before its first step."""
+        if not self._is_there(piece) or self._is_on_disk(piece.trained):
             return {}
-        return {name: piece.of(v) for name, v in self._state(piece).items() if _is_moved(v)}
+        return {name: piece.of(v) for name, v in self._state(piece).items() if is_kept(v)}
+
+    def from_disk(self, piece: Piece, device: torch.device) -> tuple[dict[str, Tensor], list[Copy]]:
+        """Begin to bring this piece of what is on the disk; nothing before its first step."""
+        if self._disk is None or not self._is_there(piece) or piece.trained not in self._disk:
+            return {}, []
+        return self._disk.fetch(piece, device)
+
+    def to_disk(self, piece: Piece, state: State) -> list[Copy]:
+        """Begin to take this piece there, if that is where it belongs."""
+        if self._disk is None or piece.trained not in self._disk:
+            return []
+        return self._disk.send(piece, state)
+
+    def announce(self, pieces: Iterable[Piece]) -> None:
+        """Say which pieces will be brought next, in this order."""
+        if self._disk is not None:
+            self._disk.announce(piece for piece in pieces if self._is_there(piece))
+
+    def show(self) -> None:
+        """Have the numbers that are on the disk in host memory, for whoever reads the state."""
+        hidden = [trained for trained in self._on_disk() if trained not in self._shown]
+        if self._disk is None or not hidden:
+            return
+        needed = sum(self._disk.nbytes(trained) for trained in hidden)
+        check_host_memory(needed, "showing the optimizer's state that is on the disk")
+        for trained in hidden:
+            whole = self._disk.read(trained, torch.device("cpu"))
+            self._optimizer.state[trained.owned].update(whole)
+            self._shown[trained] = {name: (t, t._version) for name, t in whole.items()}
+
+    def hide(self) -> None:
+        """Forget what `show` brought; what somebody wrote to it goes to the disk."""
+        for trained in list(self._shown):
+            self._write_back(trained)
+            self._hide(trained)
+
+    def numbers(self, stand_in: Tensor) -> Tensor:
+        """What a tensor of the optimizer's state stands for: itself, unless it is on the disk."""
+        found = self._stands_for.get(id(stand_in))
+        if found is None or self._disk is None:
+            return stand_in
+        trained, name = found
+        return self._disk.read(trained, torch.device("cpu"), [name])[name]
+
+    def finish(self) -> None:
+        """Wait until all that belongs on the disk is there; raises what went wrong."""
+        if self._disk is not None:
+            self._disk.finish()
+
+    def close(self) -> None:
+        """Give the room on the disk back."""
+        if self._disk is not None:
+            self._disk.close()
 
     def scalars(self, piece: Piece) -> State:
         """What is not on the host; all pieces but the last have copies, so that it counts once."""
@@ -100,23 +182,29 @@ class HostState:
         return {
             name: value.clone() if isinstance(value, Tensor) and not piece.is_last else value
             for name, value in self._state(piece).items()
-            if not _is_moved(value)
+            if not is_kept(value)
         }
 
     def store(self, piece: Piece, state: State) -> dict[str, Tensor]:
-        """Note that a piece was stepped; where on the host its state's tensors belong."""
+        """Note that a piece was stepped; where in host memory its state's tensors belong."""
         kept: State = self._optimizer.state[piece.trained.owned]
+        on_disk = self._is_on_disk(piece.trained)
         for name, value in state.items():
-            if not _is_moved(value):
+            if not is_kept(value):
                 if piece.is_last:
                     kept[name] = value
             elif not isinstance(kept.get(name), Tensor):
-                kept[name] = self._room(piece, name, value)
+                if on_disk:
+                    kept[name] = self._stand_in(piece.trained, name)
+                else:
+                    kept[name] = self._room(piece, name, value)
         self._stepped.add(piece)
         self._moved.add(piece.trained)
         if piece.is_last:
             self._complete.add(piece.trained)
-        return {name: piece.of(kept[name]) for name, value in state.items() if _is_moved(value)}
+        if on_disk:
+            return {}
+        return {name: piece.of(kept[name]) for name, value in state.items() if is_kept(value)}
 
     def _room(self, piece: Piece, name: str, value: Tensor) -> Tensor:
         reserved = self._reserved.pop((piece.trained, name), None)
@@ -125,13 +213,42 @@ class HostState:
         like = value if piece.is_whole else piece.trained.like
         return host_tensor(self._link, like, value.dtype)
 
+    def _is_on_disk(self, trained: Trained) -> bool:
+        return self._disk is not None and trained in self._disk
+
+    def _on_disk(self) -> list[Trained]:
+        """Those of which all is there."""
+        return [trained for trained in self._complete if self._is_on_disk(trained)]
+
+    def _write_back(self, trained: Trained) -> None:
+        shown = self._shown.get(trained)
+        state = self._optimizer.state.get(trained.owned)
+        if shown is None or state is None:
+            return
+        if any(state[n] is not t or t._version != version for n, (t, version) in shown.items()):
+            assert self._disk is not None
+            self._disk.write(trained, state)
+
+    def _hide(self, trained: Trained) -> None:
+        assert self._disk is not None
+        self._shown.pop(trained, None)
+        state = self._optimizer.state[trained.owned]
+        state.update((name, self._stand_in(trained, name)) for name in self._disk.types(trained))
+
+    def _stand_in(self, trained: Trained, name: str) -> Tensor:
+        """Of the tensor's shape and type, with memory for one number."""
+        assert self._disk is not None
+        dtype = self._disk.types(trained)[name]
+        key = trained, name
+        if key not in self._stand_ins:
+            number = self._link.host_memory(dtype.itemsize).view(dtype)
+            self._stand_ins[key] = number[0].expand(trained.like.shape)
+            self._stands_for[id(self._stand_ins[key])] = key
+        return self._stand_ins[key]
+
     def _is_there(self, piece: Piece) -> bool:
         return piece.trained in self._complete or piece in self._stepped
 
     def _state(self, piece: Piece) -> State:
         state: State = self._optimizer.state[piece.trained.owned]
         return state
-
-
-def _is_moved(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0

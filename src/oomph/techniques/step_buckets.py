@@ -89,7 +89,7 @@ def make_buckets(
     room = nbytes
     for trained in parameters:
         size = trained.owned.element_size()
-        for piece in _pieces(trained, nbytes // size, may_cut):
+        for piece in pieces_of(trained, nbytes, may_cut=may_cut):
             if pieces and piece.numel * size > room:
                 buckets.append(Bucket(pieces=tuple(pieces)))
                 pieces, room = [], nbytes
@@ -105,8 +105,9 @@ def last_of(buckets: Sequence[Bucket]) -> dict[Trained, int]:
     return {piece.trained: at for at, bucket in enumerate(buckets) for piece in bucket.pieces}
 
 
-def _pieces(trained: Trained, most: int, may_cut: bool) -> list[Piece]:
-    count = trained.leaf.numel()
+def pieces_of(trained: Trained, nbytes: int, *, may_cut: bool = True) -> list[Piece]:
+    """A parameter in pieces of at most `nbytes`, or whole where it may not be cut."""
+    most, count = nbytes // trained.owned.element_size(), trained.leaf.numel()
     step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
     if not may_cut or count <= max(most, step) or not trained.like.is_contiguous():
         return [Piece(trained=trained, start=0, stop=count, is_whole=True, is_last=True)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
-from oomph.host.link import Copy, DoneCopy, Pairs
+from oomph.host.link import Copies, Copy, DoneCopy, Pairs
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
@@ -52,6 +52,7 @@ class StreamedStep:
             return
         visit = _Visit()
         pairs: list[tuple[Tensor, Tensor]] = []
+        begun: list[Copy] = []
         for piece in bucket.pieces:
             device = piece.trained.leaf.device
             on_host = self._parts.state.tensors(piece)
@@ -60,8 +61,11 @@ class StreamedStep:
             if (home := self._home(piece.trained)) is not None:
                 visit.stepped[piece] = gpu_like(piece.of(home), device)
                 pairs.append((piece.of(home), visit.stepped[piece]))
+            from_disk, copies = self._parts.state.from_disk(piece, device)
+            visit.state[piece] |= from_disk
+            begun += copies
         # All memory is there: from here on nothing can fail with copies under way.
-        visit.copy = self._link.to_gpu_all(pairs)
+        visit.copy = _together(self._link.to_gpu_all(pairs), begun)
         self._visits[bucket] = visit
 
     def fetch_gradients(self, bucket: Bucket, gradients: LeavingGradients) -> None:
@@ -97,6 +101,7 @@ class StreamedStep:
         given |= came
         stepped: dict[Piece, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
+        sent: list[Copy] = []
         for group, pieces in _by_group(given):
             dtypes = [piece.trained.owned.dtype for piece in pieces]
             scaled = [
@@ -117,7 +122,8 @@ class StreamedStep:
                 stepped[piece] = tensor
                 for name, target in self._parts.state.store(piece, state).items():
                     pairs.append((state[name], target))
-        self._leaving.append(self._leave(stepped, pairs))
+                sent += self._parts.state.to_disk(piece, state)
+        self._leaving.append(_together(self._leave(stepped, pairs), sent))
 
     def _leave(self, stepped: Mapping[Piece, Tensor], state: Pairs) -> Copy:
         """Put what was stepped where it belongs."""
@@ -169,6 +175,11 @@ class StreamedStep:
         if self._last_copy is not None:  # and with it all before it
             self._last_copy.finish()
             self._last_copy = None
+        self._parts.state.finish()
+
+
+def _together(copy: Copy, others: list[Copy]) -> Copy:
+    return Copies([copy, *others]) if others else copy
 
 
 def scale(gradients: Sequence[Tensor], coefficient: Tensor | None) -> None:

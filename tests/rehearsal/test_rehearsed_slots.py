@@ -1,0 +1,77 @@
+"""State on the disk in a rehearsal: its room, the memory it leaves free, and the time it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from oomph.gpus import find_gpu
+from oomph.job import Job
+from oomph.planning.audition import step_effort
+from oomph.planning.choices import Choices
+from oomph.rehearsal import slots
+from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.timeline import Timeline
+from oomph.timing.clock import Clock
+
+H200 = find_gpu("h200")
+WIDTH, LAYERS = 1024, 12
+WEIGHTS = LAYERS * WIDTH**2
+#: Adam's two moments of each weight.
+STATE = 2 * 4 * WEIGHTS
+HOST = Choices(optimizer_on="host", fused_optimizer=True)
+
+
+def rehearsed(clip_norm: float | None = None, rows: int = 8, **changes: object) -> Timeline:
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+    job = Job(
+        model,
+        lambda net, batch: net(batch).sum(),
+        "adamw",
+        torch.ones(rows, WIDTH),
+        clip_norm=clip_norm,
+    )
+    choices = dataclasses.replace(HOST, **changes)  # type: ignore[arg-type]
+    return rehearse(job, H200, ("build", "step"), choices=choices, clock=Clock.of(H200))
+
+
+def seconds(timeline: Timeline) -> float:
+    return step_effort(timeline, 1).kernels
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_is_on_the_disk_is_not_in_host_memory(share: float, clip_norm: float | None) -> None:
+    none, some = rehearsed(clip_norm), rehearsed(clip_norm, disk_share=share)
+    assert none.disk_bytes == 0
+    assert some.disk_bytes == share * STATE
+    buffers = some.host_bytes - (none.host_bytes - share * STATE)
+    assert 0 < buffers < STATE / 4
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_step_takes_as_long_as_the_disk(
+    clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "DISK_READ", 1e9)
+    monkeypatch.setattr(slots, "DISK_WRITE", 0.5e9)
+    monkeypatch.setattr(slots, "load_profile", lambda _: None)
+    took = seconds(rehearsed(clip_norm, disk_share=1.0))
+    # What the last buffers hold is written while the next step begins.
+    assert 0.7 * (STATE / 1e9 + STATE / 0.5e9) < took < 1.1 * (STATE / 1e9 + STATE / 0.5e9)
+
+
+def test_a_disk_that_is_fast_enough_hides_behind_computing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = 1 << 17
+    monkeypatch.setattr(slots, "load_profile", lambda _: None)
+    monkeypatch.setattr(slots, "DISK_READ", 1e12)
+    monkeypatch.setattr(slots, "DISK_WRITE", 1e12)
+    fast = seconds(rehearsed(rows=rows, disk_share=0.5))
+    assert fast == pytest.approx(seconds(rehearsed(rows=rows)), rel=0.02)
