@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+#: Bytes: smaller ones keep the host too busy to begin copies and steps.
+LARGEST_BUCKET = 64 << 20
 #: Pieces begin at multiples of so many elements, where vectors of any kernel begin as well.
 _ALIGNED = 256
 
@@ -77,7 +79,7 @@ class Bucket:
 
 def bucket_bytes(weights: int) -> int:
     """A size of bucket for so many bytes of weights: enough for the link, little beside all."""
-    return min(max(weights // 64, 1 << 20), 64 << 20)
+    return min(max(weights // 64, 1 << 20), LARGEST_BUCKET)
 
 
 def make_buckets(
