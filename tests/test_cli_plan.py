@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from oomph import cli
+from oomph.errors import HostTooSmall
 
 FACTORY = """
 import torch, oomph
@@ -170,6 +171,28 @@ def test_the_smallest_budget_is_one_that_does(file) -> None:
     assert oomph(*command, str(answer["smallest_budget"])).code == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "host"),
+    [
+        (("plan", "--gpu", "rtx-4090", "--host", "64GiB"), "64GiB"),
+        (("plan", "--gpu", "rtx-4090"), None),
+        (("train", "--device", "cpu", "--host", "64GiB"), "64GiB"),
+        (("train", "--device", "cpu"), 7),
+    ],
+)
+def test_host_memory_is_what_is_given_or_what_is_free_where_it_trains(
+    file, command, host, monkeypatch
+) -> None:
+    def refuse(*_, **options):
+        raise HostTooSmall(f"{options['host']!r} is too little", 3, 5)
+
+    monkeypatch.setattr("oomph.planning.attempt.plan", refuse)
+    monkeypatch.setattr("oomph.running.run.free_host_memory", lambda *_: 7)
+    result = oomph(*command, "--model", f"{file}:make")
+    assert result.code == 3
+    assert f"; {host!r} is too little" in result.first
+
+
 def test_options_reach_the_planner(file) -> None:
     command = ("plan", "--model", f"{file}:flat", "--gpu", "rtx-4090", "--json")
     exact = oomph(*command, "--allow", "exact", "--no-compile", "--clip-norm", "1").json()
@@ -267,6 +290,8 @@ def test_training_without_a_plan_that_fits_exits_with_3(file) -> None:
         (("--gpu", "any", "--prices", "missing.toml"), "cannot read the prices missing.toml"),
         ((*AMPLE, "--prices", "prices.toml"), "use it with --gpu any"),
         (("--gpu", "abacus"), "unknown GPU 'abacus'"),
+        (("--host", "much"), "cannot read 'much' as memory"),
+        ((*AMPLE, "--host", "1GiB"), "on the CPU host memory is the budget"),
         ((*AMPLE, "--solve", "depth"), "the largest batch or seq, not 'depth'"),
         ((*AMPLE, "--solve", "batch"), "makes its own batch; ask oomph.largest_planned"),
         (("--solve", "seq", "--gpu", "any"), "wants one card"),
@@ -284,6 +309,7 @@ def test_plans_that_cannot_be_meant_are_refused(file, arguments, words) -> None:
         (("--device", "tpu"), "cpu or cuda, not 'tpu'"),
         (("--plan", "missing.json"), "cannot read the plan missing.json"),
         (("--plan", "plan.json", "--budget", "1GiB"), "--plan has its own budget"),
+        (("--plan", "plan.json", "--host", "1GiB"), "--plan has its own host"),
         (("--plan", "plan.json", "--no-compile", "--allow", "lossy"), "its own allow, no-compile"),
         (("--frobnicate",), "--frobnicate"),
     ],

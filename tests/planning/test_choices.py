@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -27,7 +28,10 @@ ALL = Choices(
 )
 
 
-@pytest.mark.parametrize("choices", [Choices(), ALL])
+AWAY = Choices(optimizer_on="host", host_share=0.35, disk_share=0.65)
+
+
+@pytest.mark.parametrize("choices", [Choices(), ALL, AWAY])
 def test_choices_come_back_from_json_as_they_were(choices: Choices) -> None:
     assert Choices.from_dict(json.loads(json.dumps(choices.as_dict()))) == choices
 
@@ -43,6 +47,11 @@ def test_blocks_that_run_twice_are_those_not_kept() -> None:
     assert ALL.recomputed == ["a.1", "a.2"]
 
 
+def test_where_state_waits_lasts_as_long_as_a_run() -> None:
+    assert AWAY.lasting.disk_share == 0.65
+    assert AWAY.leaves
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -55,6 +64,14 @@ def test_blocks_that_run_twice_are_those_not_kept() -> None:
         ({"head": "head", "loss_chunk": 0}, "at least one row, not 0"),
         ({"micro_batch": 0}, "at least one sample, not 0"),
         ({"weights": "int8"}, "weights are own or"),
+        ({"disk_share": 0.5}, "the disk has no share of an optimizer that is on the GPU"),
+        ({"optimizer_on": "host", "disk_share": 1.01}, "between 0 and 1, not 1.01"),
+        ({"optimizer_on": "host", "disk_share": -0.1}, "between 0 and 1, not -0.1"),
+        ({"optimizer_on": "host", "disk_share": math.nan}, "between 0 and 1, not nan"),
+        (
+            {"optimizer_on": "host", "host_share": 0.5, "disk_share": 0.6},
+            "50% of all there and 60% on the disk are more than there is",
+        ),
     ],
 )
 def test_what_is_no_choice_is_refused(wrong: dict[str, Any], words: str) -> None:
@@ -71,6 +88,8 @@ def test_what_is_no_choice_is_refused(wrong: dict[str, Any], words: str) -> None
         ("blocks", ["a"]),
         ("compiled_others", "norm"),
         ("allocator", None),
+        ("disk_share", "half"),
+        ("disk_share", True),
     ],
 )
 def test_a_value_of_another_kind_is_named(name: str, value: Any) -> None:

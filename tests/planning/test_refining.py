@@ -109,11 +109,19 @@ def test_what_the_host_steps_leaves_room_for_more_that_comes_early() -> None:
 def test_the_loss_has_as_few_rows_at_a_time_as_make_it_fastest(fastest: int) -> None:
     def attempt(choices: Choices) -> Tried:
         assert choices.loss_chunk
-        return Tried(choices=choices, seconds=10 + abs(choices.loss_chunk - fastest) / 1024)
+        seconds = 10 + abs(choices.loss_chunk - fastest) / 1024
+        return Tried(choices=choices, seconds=seconds, cleans=True)
 
     start = dataclasses.replace(INSIDE, head="lm_head", loss_chunk=4096)
     best = refine(attempt(start), attempt, gradients=GRADIENTS, host_steps=False)
     assert best.choices.loss_chunk == fastest
+
+
+def test_a_loss_for_which_there_is_room_stays_as_it_is() -> None:
+    start = Tried(choices=dataclasses.replace(INSIDE, head="lm_head", loss_chunk=4096), seconds=1.0)
+    machine = Machine()
+    refine(start, machine, gradients=GRADIENTS, host_steps=False)
+    assert not machine.tried
 
 
 def test_steps_inside_backward_need_nothing_early() -> None:

@@ -124,6 +124,19 @@ def test_the_notes_say_fidelity_time_and_how_good_the_plan_is() -> None:
     assert said[-1] == "a note of the rehearsal"
 
 
+def test_the_notes_say_what_is_taken_outside_the_gpu() -> None:
+    def said(host: int, disk: int) -> list[str]:
+        predicted = dataclasses.replace(PLAN.predicted, host=host, disk=disk)
+        of_plan = notes(dataclasses.replace(PLAN, predicted=predicted))
+        return [note for note in of_plan if note.startswith("outside the GPU")]
+
+    assert said(0, 0) == []
+    assert said(30 * GIB, 0) == ["outside the GPU it is predicted to take 30.00 GiB of host memory"]
+    assert said(30 * GIB, 5 * GIB) == [
+        "outside the GPU it is predicted to take 30.00 GiB of host memory and 5.00 GiB on the disk"
+    ]
+
+
 @pytest.mark.parametrize("fidelity", Fidelity)
 def test_every_fidelity_has_its_words(fidelity) -> None:
     plan = dataclasses.replace(PLAN, fidelity=fidelity)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import BadInput, HostMemoryFull
+from oomph.errors import BadInput, DiskFull, HostMemoryFull
 from oomph.gpus import find_gpu
+from oomph.host.limits import HostLimits
 from oomph.job import Job
 from oomph.planning.choices import Choices
+from oomph.planning.plan import Plan
 from oomph.planning.planner import plan
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Category
-from oomph.running.applying import apply_choices
-from oomph.running.run import apply
+from oomph.running.applying import Applied, apply_choices
+from oomph.running.run import apply, fit, free_host_memory
 from oomph.running.step import train_step
 from oomph.timing.clock import Clock
 
@@ -141,3 +144,67 @@ def test_a_plan_for_more_host_memory_than_there_is_is_refused_before_anything_ch
     with pytest.raises(HostMemoryFull, match="is missing"):
         apply(more, given)
     apply(fits, given).undo()
+
+
+def with_disk(nbytes: int) -> tuple[Plan, Job]:
+    """A job, and a plan for it that says it takes so much of the disk."""
+    made = model()
+    given = dataclasses.replace(job(), model=made, optimizer=torch.optim.AdamW(made.parameters()))
+    fits = plan(given, budget="1GiB")
+    predicted = dataclasses.replace(fits.predicted, disk=nbytes)
+    return dataclasses.replace(fits, predicted=predicted), given
+
+
+def test_a_plan_for_more_disk_than_there_is_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    more, given = with_disk(1 << 60)
+    with pytest.raises(DiskFull, match=f"on the disk of {tmp_path}"):
+        apply(more, given, disk=tmp_path)
+    with pytest.raises(BadInput, match="name one that exists"):
+        apply(more, given, disk=tmp_path / "nowhere")
+    apply(dataclasses.replace(more, predicted=with_disk(1)[0].predicted), given).undo()
+
+
+def test_a_folder_in_memory_takes_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = HostLimits(memory=100, memory_limit="a tiny machine", lockable=None, disk_is_memory=True)
+    monkeypatch.setattr("oomph.host.limits.host_limits", lambda *_: tiny)
+    monkeypatch.setattr("oomph.running.run.host_limits", lambda *_: tiny)
+    enough, given = with_disk(100)
+    apply(enough, given, disk=tmp_path).undo()
+    with pytest.raises(HostMemoryFull, match="1 B is missing"):
+        apply(with_disk(101)[0], given, disk=tmp_path)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by default"])
+def test_state_on_the_disk_goes_to_the_folder(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Any] = []
+
+    class Told(Applied):
+        def __init__(self, *args: Any, disk: Any = None, **options: Any) -> None:
+            folders.append(disk)
+            super().__init__(*args, disk=disk, **options)
+
+    monkeypatch.setattr("oomph.running.run.Applied", Told)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    _, given = with_disk(0)
+    assert isinstance(given.model, nn.Module) and isinstance(given.optimizer, torch.optim.AdamW)
+    folder = {"disk": str(tmp_path)} if named else {}
+    fit(given.model, given.optimizer, given.loss, given.batch, budget="1GiB", **folder).undo()
+    assert folders == [tmp_path if named else tmp_path / "other"]
+
+
+def test_free_host_memory_counts_weights_that_are_there_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = HostLimits(memory=1000, memory_limit="the machine", lockable=None)
+    monkeypatch.setattr("oomph.running.run.host_limits", lambda: limits)
+    on_host, weights = model(), 4 * sum(p.numel() for p in model().parameters())
+    assert free_host_memory(on_host, torch.device("cuda")) == 950 + weights
+    assert free_host_memory(model, torch.device("cuda")) == 950
+    assert free_host_memory(on_host, torch.device("cpu")) is None

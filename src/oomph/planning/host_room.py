@@ -44,17 +44,18 @@ def _with_disk(start: Tried, attempt: Attempt, host: int) -> Tried:
     fits = attempt(_on_disk(start.choices, most)) if most else None
     if fits is None or fits.host > host:
         return min(filter(None, (start, fits)), key=lambda one: one.host)
-    halve = False
+    as_before = False
     while (gap := most - least) > 1:
         missing = (too_much - host) / (too_much - fits.host)
-        ahead = gap // 2 if halve else math.ceil(missing * gap)
+        # Where a share more or less moves nothing, parameters are too large to tell how many must.
+        ahead = gap // 2 if as_before else math.ceil(missing * gap)
         share = least + min(max(ahead, 1), gap - 1)
         tried = attempt(_on_disk(start.choices, share))
+        as_before = tried is None or tried.host in (too_much, fits.host)
         if tried is not None and tried.host <= host:
             most, fits = share, tried
         else:
             least, too_much = share, tried.host if tried is not None else too_much
-        halve = most - least > gap / 2  # steps that are uneven mislead again and again
     return fits
 
 

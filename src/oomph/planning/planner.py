@@ -416,6 +416,8 @@ class Planner:
         for base in self._bases(size):
             if base.leaves and self._is_fast_enough(heard, base.weights):
                 continue
+            if base.leaves and self._comes_too_late(heard, base):
+                continue
             if self._is_slower_later(heard, base):
                 continue
             before = next((one for one in self.heard if one.choices == base), None)
@@ -436,6 +438,22 @@ class Planner:
             candidate.heard.seconds(candidate.solution) <= FAST_ENOUGH * one.fastest
             for one in heard
             if one.choices.leaves and one.choices.weights == weights
+            for candidate in self._solutions(one, rooms)
+        )
+
+    def _comes_too_late(self, heard: list[Audition], base: Choices) -> bool:
+        """Whether state waits for longer than what others take, even with more of it ahead."""
+        like = [
+            one.fastest
+            for one in heard
+            if one.choices.state_ahead > base.state_ahead
+            and dataclasses.replace(one.choices, state_ahead=base.state_ahead) == base
+        ]
+        rooms = self._rooms()
+        return bool(like) and any(
+            candidate.heard.seconds(candidate.solution) <= max(like)
+            for one in heard
+            if one.choices.leaves
             for candidate in self._solutions(one, rooms)
         )
 
@@ -658,6 +676,7 @@ class Planner:
             choices=candidate.choices,
             seconds=self._rehearsed_seconds(estimate, candidate),
             host=estimate.timeline.host_bytes,
+            cleans=estimate.step_retries > 0,
         )
 
     def _lighter(self, candidate: _Candidate) -> list[_Candidate]:

@@ -36,6 +36,8 @@ class Tried:
     seconds: float
     host: int = 0
     """Bytes of host memory."""
+    cleans: bool = False
+    """Whether the allocator has to clean up its cache in every step."""
 
 
 #: Tries choices; what comes back may make room for them in the blocks, and is None where it cannot.
@@ -72,7 +74,7 @@ def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -
 def _smaller_loss(best: Tried, attempt: Attempt) -> Tried:
     """With fewer rows of the loss at a time, for which the allocator finds room in one piece."""
     chunk = best.choices.loss_chunk
-    less = [chunk // part for part in CHUNKS] if chunk else []
+    less = [chunk // part for part in CHUNKS] if chunk and best.cleans else []
     return _climb(best, [_setting(loss_chunk=rows) for rows in less if rows], attempt)
 
 

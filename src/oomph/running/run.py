@@ -454,7 +454,7 @@ def free_host_memory(model: Any, device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     there = _leaves_host(model, device) if isinstance(model, nn.Module) else 0
-    return int((1 - HOST_MARGIN) * host_limits().memory) + there
+    return max(int((1 - HOST_MARGIN) * host_limits().memory) + there, 1)
 
 
 def enforce(budget: int, gpu: GPU, device: torch.device) -> None:

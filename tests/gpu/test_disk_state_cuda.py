@@ -1,0 +1,85 @@
+"""State on the disk behind a real card: the plain bits, whatever is late. Needs a GPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+from late_link import PLACES, LateLink
+from torch import nn
+
+from oomph.host.cuda_link import CudaLink
+from oomph.host.disk_slots import DiskSlots
+from oomph.host.slots import SlotStore
+from oomph.techniques import disk_state
+
+sys.path.append(str(Path(__file__).parents[1] / "techniques"))
+from host_training import Recipe, Training, plain, same_bits, two_groups
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STEPS = 5
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
+
+
+RECIPES = {
+    "plain": Recipe(device="cuda", make_optimizer=fused),
+    "clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3),
+    "in parts, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, parts=2),
+    "masters, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, masters=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _every_parameter_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_state, "LEAST", 0)
+
+
+@functools.cache
+def plainly(name: str) -> Training:
+    return plain(RECIPES[name], STEPS)
+
+
+def on_disk(name: str, link: CudaLink, folder: Path, share: float = 1.0) -> Training:
+    def open_slots(largest: int, buffers: int) -> SlotStore:
+        return DiskSlots(link, folder, largest=largest, buffers=buffers)
+
+    training = Training(recipe=RECIPES[name])
+    training.go_to_host(link, disk=open_slots, disk_share=share, keep_gradients=2000)
+    return training
+
+
+@pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_have_the_plain_bits_whatever_is_late(
+    name: str, late: Collection[str], links: list[CudaLink], tmp_path: Path
+) -> None:
+    links.append(LateLink(late))
+    trained = on_disk(name, links[0], tmp_path).run(STEPS)
+    assert trained.host is not None
+    trained.host.undo()
+    same_bits(trained, plainly(name))
+
+
+def test_a_state_dict_has_the_numbers_and_training_goes_on(
+    links: list[CudaLink], tmp_path: Path
+) -> None:
+    links.append(LateLink(PLACES))
+    trained = on_disk("clipped", links[0], tmp_path, share=0.5).run(2)
+    saved = copy.deepcopy(trained.optimizer.state_dict()["state"])
+    expected = plain(RECIPES["clipped"], 2).optimizer.state_dict()["state"]
+    for number, state in expected.items():
+        for name, value in state.items():
+            assert torch.equal(saved[number][name].cpu(), value.cpu()), (number, name)
+    trained.run(STEPS - 2)
+    assert trained.host is not None
+    trained.host.undo()
+    same_bits(trained, plainly("clipped"))

@@ -1,0 +1,294 @@
+"""Plans inside the host's memory: no more state on the disk than must, and none where that pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oomph.errors import BadInput, HostTooSmall
+from oomph.gpus import find_gpu
+from oomph.job import Job
+from oomph.planning import attempt, planner
+from oomph.planning.attempt import NoPlan
+from oomph.planning.changes import say_place, settings_of
+from oomph.planning.choices import Choices
+from oomph.planning.host_room import make_host_room
+from oomph.planning.plan import Plan
+from oomph.planning.planner import make_planner, plan
+from oomph.planning.refining import Tried
+from oomph.rehearsal.hidden import device_overhead
+from oomph.rehearsal.phases import PHASES, rehearse
+from oomph.units import MIB
+
+AWAY = Choices(optimizer_on="host")
+SHARED = dataclasses.replace(AWAY, host_share=0.3)
+
+# -- with made-up machines -------------------------------------------------------------------------
+
+STATE, REST, RING, COPIES = 10_000, 3_000, 400, 5_000
+
+
+@dataclasses.dataclass
+class Machine:
+    """Where state goes to the disk by so many parameters of one size, through a ring of buffers."""
+
+    parameters: int = 1_000_000
+    refuses: Callable[[Choices], bool] = lambda _: False
+    """What has no room on the GPU."""
+    tried: list[Choices] = dataclasses.field(default_factory=list)
+
+    def attempt(self, choices: Choices) -> Tried | None:
+        self.tried.append(choices)
+        if self.refuses(choices):
+            return None
+        gone = math.floor(choices.disk_share * self.parameters) / self.parameters
+        host = REST + STATE * (1 - gone) + COPIES * choices.host_share + RING * bool(gone)
+        seconds = 2 + 10 * gone - choices.host_share
+        return Tried(choices=choices, seconds=seconds, host=int(host))
+
+    def make_room(self, host: int, start: Choices = AWAY, lighter: list[Choices] | None = None):
+        best = self.attempt(start)
+        assert best is not None
+        self.tried.clear()
+        return make_host_room(best, lighter or [], self.attempt, host)
+
+
+def test_a_plan_that_fits_is_left_alone() -> None:
+    machine = Machine()
+    assert machine.make_room(REST + STATE).choices == AWAY
+    assert not machine.tried
+
+
+@pytest.mark.parametrize("parameters", [6, 40, 1_000_000], ids="{} parameters".format)
+@pytest.mark.parametrize("host", [3_500, 4_000, 7_777, 12_000, 12_999])
+def test_the_smallest_share_that_makes_room_is_chosen(host: int, parameters: int) -> None:
+    machine = Machine(parameters)
+    found = machine.make_room(host)
+    assert found.host <= host
+    share = found.choices.disk_share
+    less = machine.attempt(dataclasses.replace(found.choices, disk_share=round(share - 0.01, 2)))
+    assert less is not None and less.host > host
+
+
+def test_few_are_tried() -> None:
+    for host in range(REST + RING, REST + STATE, 100):
+        for parameters, most in ((1_000_000, 5), (6, 12), (1, 12)):
+            machine = Machine(parameters)
+            machine.make_room(host)
+            assert len(machine.tried) <= most
+
+
+@pytest.mark.parametrize("parameters", [6, 1_000_000], ids="{} parameters".format)
+def test_more_memory_never_means_a_larger_share(parameters: int) -> None:
+    hosts = range(REST + RING, REST + STATE + 200, 200)
+    shares = [Machine(parameters).make_room(host).choices.disk_share for host in hosts]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1 and shares[-1] == 0
+
+
+def test_what_the_hosts_cores_step_stays_in_memory() -> None:
+    found = Machine().make_room(host=8_000, start=SHARED)
+    assert 0.6 < found.choices.disk_share <= 0.7
+    assert found.choices.host_share == 0.3
+
+
+def test_where_that_is_too_much_nothing_steps_there() -> None:
+    found = Machine().make_room(host=4_000, start=SHARED, lighter=[AWAY])
+    assert found.host <= 4_000
+    assert (found.choices.host_share, found.choices.disk_share) == (0, 0.94)
+
+
+def test_what_needs_no_disk_is_better_than_what_does_but_not_if_it_is_slower() -> None:
+    slow, quick = (dataclasses.replace(AWAY, state_ahead=ahead) for ahead in (8, 16))
+    machine = Machine()
+
+    def attempt(choices: Choices) -> Tried | None:
+        seconds = {8: 2.4, 16: 2.05}.get(choices.state_ahead)
+        if seconds is None or choices.disk_share:
+            return machine.attempt(choices)
+        return Tried(choices=choices, seconds=seconds, host=REST)
+
+    best = Tried(choices=AWAY, seconds=2.0, host=REST + STATE)
+    # A share of 5 % makes room for what is missing, and takes half a second.
+    assert make_host_room(best, [slow], attempt, 12_900).choices == slow
+    assert make_host_room(best, [slow, quick], attempt, 12_900).choices == quick
+    shared = dataclasses.replace(SHARED, gradient_room=0)
+    found = make_host_room(best, [shared], attempt, 12_900)
+    assert found.choices == dataclasses.replace(AWAY, disk_share=0.05)
+
+
+def test_what_has_no_room_on_the_gpu_is_not_chosen() -> None:
+    machine = Machine(refuses=lambda choices: 0.3 < choices.disk_share < 0.8)
+    assert machine.make_room(host=8_000).choices.disk_share == 0.8
+
+
+def test_where_nothing_makes_room_the_one_that_lacks_least_is_found() -> None:
+    found = Machine().make_room(host=1_000, start=SHARED, lighter=[AWAY])
+    assert found == Tried(
+        choices=dataclasses.replace(AWAY, disk_share=1.0), seconds=12, host=REST + RING
+    )
+
+
+def test_a_disk_that_cannot_help_is_not_used() -> None:
+    everything = dataclasses.replace(AWAY, host_share=1.0)
+    assert Machine().make_room(host=1_000, start=everything).choices == everything
+
+
+def test_the_report_says_how_much_of_the_state_is_on_the_disk() -> None:
+    assert say_place(dataclasses.replace(AWAY, disk_share=0.4)) == (
+        "state on the host, 40% of the state on the disk"
+    )
+    everywhere = dataclasses.replace(SHARED, gradient_room=0, disk_share=0.07)
+    assert say_place(everywhere) == (
+        "state on the host, 30% stepped there, gradients too, 7% of the state on the disk"
+    )
+
+
+# -- with the planner ------------------------------------------------------------------------------
+
+CARD = find_gpu("rtx-3060")
+WIDTH = 1024
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+WEIGHTS = 4 * sum(p.numel() for p in model().parameters())
+#: With a budget of so many times the weights, the state has to leave.
+TIGHT = 4.6
+
+
+def job() -> Job:
+    batch = torch.ones(1, 2048, WIDTH), torch.ones(1, 2048, WIDTH)
+    return Job(model, nn.MSELoss(), "adamw", batch)
+
+
+def budget(times_the_weights: float) -> int:
+    return device_overhead(CARD).high + int(times_the_weights * WEIGHTS)
+
+
+@functools.cache
+def planned(times_the_weights: float, host: int | None = None) -> Plan:
+    return plan(
+        job(),
+        gpu=CARD,
+        budget=budget(times_the_weights),
+        allow="exact",
+        compile_blocks=False,
+        host=host,
+    )
+
+
+def test_with_no_limit_on_host_memory_nothing_is_on_the_disk() -> None:
+    made = planned(TIGHT)
+    assert made.choices.optimizer_on == "host"
+    assert made.choices.disk_share == made.predicted.disk == 0
+
+
+def test_state_without_room_in_host_memory_goes_to_the_disk() -> None:
+    free = planned(TIGHT)
+    host = free.predicted.host - 40 * MIB
+    made = planned(TIGHT, host)
+    assert made.predicted.host <= host
+    assert made.predicted.disk >= 40 * MIB
+    assert made.predicted.seconds > free.predicted.seconds
+    assert 0 < made.choices.disk_share < 0.5
+    (change,) = (one for one in made.changes if one.technique == "optimizer")
+    assert f"{made.choices.disk_share:.0%} of the state on the disk" in change.after
+    assert change.saves > WEIGHTS
+    assert "disk_share" in settings_of("optimizer")
+    assert Plan.from_dict(json.loads(json.dumps(made.as_dict()))).predicted == made.predicted
+
+
+def test_such_a_plan_is_what_its_choices_are_rehearsed_to_take() -> None:
+    made = planned(TIGHT, planned(TIGHT).predicted.host - 40 * MIB)
+    timeline = rehearse(job(), CARD, PHASES, choices=made.choices)
+    assert timeline.host_bytes == made.predicted.host
+    assert timeline.disk_bytes == made.predicted.disk
+    share = made.choices.disk_share
+    less = dataclasses.replace(made.choices, disk_share=round(share - 0.01, 2))
+    most = planned(TIGHT).predicted.host - 40 * MIB
+    assert rehearse(job(), CARD, PHASES, choices=less).host_bytes > most
+
+
+def test_a_host_too_small_even_so_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "describe_changes", lambda *_: ())
+    with pytest.raises(HostTooSmall, match="of host memory is missing") as refused:
+        planned(TIGHT, 1 * MIB)
+    enough = planned(TIGHT, 1 * MIB + refused.value.missing)
+    assert enough.predicted.host == 1 * MIB + refused.value.missing
+    alone = plan(
+        job(),
+        gpu=CARD,
+        budget=refused.value.smallest,
+        allow="exact",
+        compile_blocks=False,
+        host=1 * MIB,
+    )
+    assert not alone.choices.leaves
+
+
+def test_the_gpu_alone_is_the_answer_where_the_host_is_too_small_or_the_disk_too_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "LEAVE_FROM", 1.0)  # both are looked for
+    monkeypatch.setattr(planner, "describe_changes", lambda *_: ())
+    large, small, too_small = (planned(5.0, host) for host in (None, 150 * MIB, 1 * MIB))
+    assert large.choices.leaves
+    assert not too_small.choices.leaves
+    assert too_small.choices == small.choices
+    assert too_small.predicted.seconds > large.predicted.seconds
+
+
+def test_smaller_plans_of_a_run_stay_inside_host_memory_too() -> None:
+    first = planned(TIGHT, planned(TIGHT).predicted.host - 40 * MIB)
+    make = functools.partial(
+        make_planner, job(), gpu=CARD, budget=first.budget, allow="exact", compile_blocks=False
+    )
+    smaller = first.budget - 30 * MIB
+    one = make()
+    beyond = one.plan_like(first, smaller)
+    assert beyond.choices.offloaded, "what blocks save takes host memory, too"
+    one.host = beyond.predicted.host - 1
+    inside = one.plan_like(first, smaller)
+    assert inside.predicted.host <= one.host
+    assert inside.choices.disk_share == beyond.choices.disk_share == first.choices.disk_share
+    one.host = 1 * MIB
+    with pytest.raises(HostTooSmall) as refused:
+        one.plan_like(first, smaller)
+    assert refused.value.smallest >= first.budget, "no smaller rung is worth a look"
+
+
+def test_an_attempt_says_that_host_memory_is_what_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, host: str, **__: object) -> Plan:
+        raise HostTooSmall(f"{host} is too little", 3, 7)
+
+    monkeypatch.setattr(attempt, "plan", refuse)
+    answer = attempt.try_plan(job(), gpu=CARD, host="1MiB")
+    assert isinstance(answer, NoPlan)
+    assert answer.reason == "1MiB is too little"
+    assert answer.as_dict()["host_missing"] == answer.host_missing == 7
+    assert answer.smallest_budget == 3
+
+
+def test_on_the_cpu_there_is_no_host_beside_the_budget() -> None:
+    with pytest.raises(BadInput, match="host memory is the budget"):
+        plan(job(), budget="1GiB", host="1GiB")
