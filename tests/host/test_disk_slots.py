@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from deferred_link import DeferredLink, poison
+from memory_slots import MemorySlots
 from shared_link import SharedLink
 from torch import Tensor
 
 from oomph.errors import DiskDamaged, DiskFull, HostMemoryFull
 from oomph.host.disk_slots import DiskSlots
 from oomph.host.link import Copy, InstantLink
-from oomph.host.slots import MemorySlots, SlotStore
+from oomph.host.slots import SlotStore
 
 LARGEST = 50_000
 

@@ -29,13 +29,14 @@ from oomph.host.disk_slots import DiskSlots
 from oomph.host.limits import HostLimits
 from oomph.host.link import InstantLink, Link
 from oomph.host.scratch_file import ScratchFile
-from oomph.host.slots import MemorySlots, SlotStore
+from oomph.host.slots import SlotStore
 from oomph.techniques import disk_state
 from oomph.techniques.disk_state import choose_for_disk
 from oomph.techniques.host_optimizer import OpenSlots
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
 from deferred_link import CountingLink
+from memory_slots import MemorySlots
 from shared_link import SharedLink
 
 STEPS = 7
@@ -222,6 +223,19 @@ def test_a_failed_backward_leaves_nothing_behind(tmp_path: Path) -> None:
     with same_batch_again(trained), pytest.raises(RuntimeError, match="in the middle"):
         trained.step(3)
     same_bits(undone(trained.run(STEPS - 3)), plainly("clipped"))
+
+
+def test_a_step_that_broke_off_can_be_undone(tmp_path: Path) -> None:
+    link = SharedLink()
+    training = Training(recipe=RECIPES["plain"])
+    host = training.go_to_host(link, disk=Disk(link, tmp_path), disk_share=1.0)
+    fail_once(training.model)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        training.step(0)
+    assert host.dirty
+    undone(training)
+    state = training.optimizer.state_dict()["state"].values()
+    assert all(value.isfinite().all() for own in state for value in own.values())
 
 
 # -- what may go wrong -----------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class DiskState:
         }
         #: By slot: the last copy to it, until it is known to be on the disk.
         self._puts: dict[int, Copy] = {}
+        self._sent: set[int] = set()
 
     def __contains__(self, trained: object) -> bool:
         return trained in self._pieces
@@ -79,6 +80,7 @@ class DiskState:
         for name in self._types[piece.trained]:
             slot = self._slot(piece, name)
             self._puts[slot] = self._store.put(slot, state[name])
+            self._sent.add(slot)
             copies.append(self._puts[slot])
         return copies
 
@@ -112,7 +114,11 @@ class DiskState:
         }
         for piece in self._pieces[trained]:
             for name, tensor in whole.items():
-                self._store.get(self._slot(piece, name), piece.of(tensor)).finish()
+                slot = self._slot(piece, name)
+                if slot in self._sent:
+                    self._store.get(slot, piece.of(tensor)).finish()
+                else:  # the first step broke off before it
+                    piece.of(tensor).zero_()
         return whole
 
     def nbytes(self, trained: Trained) -> int:
