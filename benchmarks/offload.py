@@ -78,6 +78,8 @@ class Case:
     """Whether oomph's rows clip."""
     on_host: bool
     """Whether everybody is given a model on the host: it takes most of the host's memory."""
+    host: float | None = None
+    """GiB of host memory that oomph's plans may take; the rest goes to the disk."""
 
     def job(self, *, clips: bool = True) -> Job:
         """The job as a user has it, untouched."""
@@ -116,6 +118,17 @@ CASES = {
         budgets=(24.0,),
         clips=(False,),
         on_host=True,
+    ),
+    "3b-disk": Case(
+        name="3b-disk",
+        model="llama-3.2-3b",
+        batch=8,
+        seq=2048,
+        precision="bf16",
+        budgets=(11.1,),
+        clips=(False,),
+        on_host=False,
+        host=14.0,
     ),
 }
 
@@ -251,6 +264,7 @@ PEERS = {
         ZERO_3,
     ),
     "8b": (ZERO_3,),
+    "3b-disk": (),
 }
 
 
@@ -267,7 +281,8 @@ def make_plans(cases: Sequence[Case], out: Path) -> None:
     for case, budget, clips in _rows_of_oomph(cases):
         path = plan_path(out, case, budget, clips=clips)
         if not path.exists():
-            answer = plan_or_refusal(case.job(clips=clips), int(budget * GIB))
+            host = int(case.host * GIB) if case.host is not None else None
+            answer = plan_or_refusal(case.job(clips=clips), int(budget * GIB), host)
             path.parent.mkdir(parents=True, exist_ok=True)
             save(path, answer)
             print(f"{path.stem}: {answer.get('error', 'planned')}", flush=True)

@@ -3,7 +3,8 @@
 The frontier's plans of the smallest budgets (`OUT/plans`, by `benchmarks.frontier --only-plans`)
 leave inputs of recomputed blocks on the host. Each is run as planned and with these inputs on the
 GPU, all else alike, in turns and in one process that may use the whole card. Prints seconds of a
-step and their ratio; writes `offloaded-inputs.json`. `--table FILE` prints what a file holds.
+step and their ratio; writes `offloaded-inputs.json`. `--budget N` leaves out the others; `--table
+FILE` prints what a file holds.
 """
 
 from __future__ import annotations
@@ -93,12 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--out", type=Path, help="the folder that has the frontier's plans")
     group.add_argument("--table", type=Path, help="print this file and run nothing")
+    parser.add_argument("--budget", type=int, choices=BUDGETS, action="append")
     options = parser.parse_args(arguments)
     if options.table is not None:
         print(render(json.loads(options.table.read_text())))
         return
     document: dict[str, Any] = {"schema": 1, "environment": environment(), "rows": {}}
-    for budget in BUDGETS:
+    for budget in options.budget or BUDGETS:
         plan = load_plan(plan_path(options.out, SUITE, budget))
         document["rows"][str(budget)] = compare(plan)
         text = json.dumps(document, indent=1) + "\n"

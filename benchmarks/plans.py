@@ -156,10 +156,10 @@ def all_pairs() -> list[Pair]:
 # -- planning, with no use of the GPU ----------------------------------------------------------
 
 
-def plan_or_refusal(job: Job, budget: int | None) -> Entry:
+def plan_or_refusal(job: Job, budget: int | None, host: int | None = None) -> Entry:
     """The plan as plain JSON; or a status and the reason why there is none."""
     try:
-        return make_plan(job, budget=budget, gpu=GPU).as_dict()
+        return make_plan(job, budget=budget, host=host, gpu=GPU).as_dict()
     except DoesNotFit as error:
         return {"status": DOES_NOT_FIT, "smallest": error.smallest, "error": str(error)}
     except Exception:

@@ -55,7 +55,7 @@ def test_watching_cost_less_than_two_percent() -> None:
 
 OFFLOADED = [
     (case, name)
-    for case in CASES
+    for case in ("3b", "8b")
     for name in truth(f"offload-{case}")["rows"]
     if name.startswith("oomph")
 ]

@@ -53,11 +53,11 @@ class Machine:
         seconds = 2 + 10 * gone - choices.host_share
         return Tried(choices=choices, seconds=seconds, host=int(host))
 
-    def make_room(self, host: int, start: Choices = AWAY, lighter: list[Choices] | None = None):
+    def make_room(self, host: int, start: Choices = AWAY) -> Tried:
         best = self.attempt(start)
         assert best is not None
         self.tried.clear()
-        return make_host_room(best, lighter or [], self.attempt, host)
+        return make_host_room(best, start, self.attempt, host)
 
 
 def test_a_plan_that_fits_is_left_alone() -> None:
@@ -100,28 +100,40 @@ def test_what_the_hosts_cores_step_stays_in_memory() -> None:
 
 
 def test_where_that_is_too_much_nothing_steps_there() -> None:
-    found = Machine().make_room(host=4_000, start=SHARED, lighter=[AWAY])
+    found = Machine().make_room(host=4_000, start=SHARED)
     assert found.host <= 4_000
     assert (found.choices.host_share, found.choices.disk_share) == (0, 0.94)
 
 
-def test_what_needs_no_disk_is_better_than_what_does_but_not_if_it_is_slower() -> None:
-    slow, quick = (dataclasses.replace(AWAY, state_ahead=ahead) for ahead in (8, 16))
-    machine = Machine()
+BLOCKS = {f"blocks.{at}": "recompute, offloaded" for at in range(4)}
+OFFLOADED = dataclasses.replace(AWAY, blocks=BLOCKS, weights_away=tuple(BLOCKS))
+KEPT = dataclasses.replace(OFFLOADED, blocks=dict.fromkeys(BLOCKS, "recompute"))
 
-    def attempt(choices: Choices) -> Tried | None:
-        seconds = {8: 2.4, 16: 2.05}.get(choices.state_ahead)
-        if seconds is None or choices.disk_share:
-            return machine.attempt(choices)
-        return Tried(choices=choices, seconds=seconds, host=REST)
 
-    best = Tried(choices=AWAY, seconds=2.0, host=REST + STATE)
-    # A share of 5 % makes room for what is missing, and takes half a second.
-    assert make_host_room(best, [slow], attempt, 12_900).choices == slow
-    assert make_host_room(best, [slow, quick], attempt, 12_900).choices == quick
-    shared = dataclasses.replace(SHARED, gradient_room=0)
-    found = make_host_room(best, [shared], attempt, 12_900)
-    assert found.choices == dataclasses.replace(AWAY, disk_share=0.05)
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ((0.1, 0.1), dataclasses.replace(KEPT, weights_away=())),
+        ((0.1, 0.3), dataclasses.replace(KEPT, weights_away=("blocks.2", "blocks.3"))),
+        ((0.1, 0.7), dataclasses.replace(KEPT, disk_share=0.14)),
+        ((3.0, 0.1), dataclasses.replace(OFFLOADED, weights_away=(), disk_share=0.04)),
+        ((3.0, 9.0), dataclasses.replace(OFFLOADED, disk_share=0.24)),
+    ],
+    ids=["both", "half of the weights", "blocks", "weights", "neither"],
+)
+def test_what_else_the_host_keeps_stays_on_the_gpu_where_that_costs_less_than_the_disk(
+    costs: tuple[float, float], expected: Choices
+) -> None:
+    """To keep what blocks save there costs the one, to keep a block's weights there the other."""
+
+    def attempt(choices: Choices) -> Tried:
+        away, offloaded = len(choices.weights_away), len(choices.offloaded)
+        host = 500 * away + 250 * offloaded + 10_000 * (1 - choices.disk_share)
+        host += 400 * bool(choices.disk_share)
+        gone = (4 - offloaded) / 4 * costs[0] + (4 - away) * costs[1]
+        return Tried(choices=choices, seconds=1 + gone + 10 * choices.disk_share, host=round(host))
+
+    assert make_host_room(attempt(OFFLOADED), KEPT, attempt, 11_000).choices == expected
 
 
 def test_what_has_no_room_on_the_gpu_is_not_chosen() -> None:
@@ -130,7 +142,7 @@ def test_what_has_no_room_on_the_gpu_is_not_chosen() -> None:
 
 
 def test_where_nothing_makes_room_the_one_that_lacks_least_is_found() -> None:
-    found = Machine().make_room(host=1_000, start=SHARED, lighter=[AWAY])
+    found = Machine().make_room(host=1_000, start=SHARED)
     assert found == Tried(
         choices=dataclasses.replace(AWAY, disk_share=1.0), seconds=12, host=REST + RING
     )

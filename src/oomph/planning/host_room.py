@@ -1,15 +1,14 @@
 """Room in host memory, where a plan takes more of it than there is: state goes on to the disk.
 
-The disk is much slower than the link to the host, so no more goes there than must. How much memory
-a share frees is tried rather than calculated: whole parameters go, through buffers that are in host
-memory themselves.
+The disk is much slower than the link to the host, so no more goes there than must; what else takes
+host memory may be worth less than it costs now. How much memory a share frees is tried rather than
+calculated: whole parameters go, through buffers that are in host memory themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 from oomph.planning.choices import Choices
 from oomph.planning.refining import Attempt, Tried
@@ -18,20 +17,32 @@ from oomph.planning.refining import Attempt, Tried
 PARTS = 100
 
 
-def make_host_room(best: Tried, lighter: Iterable[Choices], attempt: Attempt, host: int) -> Tried:
+def make_host_room(best: Tried, lighter: Choices, attempt: Attempt, host: int) -> Tried:
     """The fastest that takes no more than `host` bytes; where none does, the one nearest to that.
 
-    `lighter` are other choices that may take less host memory than `best` does.
+    `lighter` are the choices of `best` with blocks that have the host keep less.
     """
     if best.host <= host:
         return best
     found = _with_disk(best, attempt, host)
-    for choices in lighter:
-        start = attempt(choices)
+
+    def try_instead(choices: Choices) -> None:
+        nonlocal found
+        start = attempt(dataclasses.replace(choices, disk_share=0.0))
         # With a share on the disk it would be slower still.
         if start is not None and (found.host > host or start.seconds < found.seconds):
             other = _with_disk(start, attempt, host)
             found = min(found, other, key=lambda one: (max(one.host - host, 0), one.seconds))
+
+    if lighter != best.choices:
+        try_instead(lighter)
+    # Those that forward needs first have the least time to come.
+    for part in (2, 1):
+        if away := found.choices.weights_away:
+            fewer = away[math.ceil(len(away) / part) :]
+            try_instead(dataclasses.replace(found.choices, weights_away=fewer))
+    if found.choices.host_share:
+        try_instead(dataclasses.replace(found.choices, host_share=0.0))
     return found
 
 

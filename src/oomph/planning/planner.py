@@ -666,9 +666,9 @@ class Planner:
             and self.allow.allows(Fidelity.ROUNDING),
         )
         if self.host is not None:
-            lighter = self._lighter(checked[str(best.choices)][1])
-            like |= {str(one.choices.blocks): one for one in lighter}
-            best = make_host_room(best, [one.choices for one in lighter], attempt, self.host)
+            lighter = self._moving_less(checked[str(best.choices)][1])
+            like[str(lighter.choices.blocks)] = lighter
+            best = make_host_room(best, lighter.choices, attempt, self.host)
         return checked[str(best.choices)]
 
     def _tried(self, estimate: Estimate, candidate: _Candidate) -> Tried:
@@ -679,20 +679,10 @@ class Planner:
             cleans=estimate.step_retries > 0,
         )
 
-    def _lighter(self, candidate: _Candidate) -> list[_Candidate]:
-        """The same with less on the host: blocks move only what they must, and nothing steps there.
-
-        In that order, each with those before it.
-        """
-        lighter = []
+    def _moving_less(self, candidate: _Candidate) -> _Candidate:
+        """The same with blocks that move only what they must, for the GPU to have room."""
         solution = solve(candidate.heard.priced(DEAR), candidate.solution.peak)
-        if solution is not None and solution.choice != candidate.solution.choice:
-            candidate = _with_blocks(candidate, solution)
-            lighter.append(candidate)
-        if candidate.choices.host_share:
-            choices = dataclasses.replace(candidate.choices, host_share=0.0)
-            lighter.append(dataclasses.replace(candidate, choices=choices))
-        return lighter
+        return candidate if solution is None else _with_blocks(candidate, solution)
 
     def _rehearsed_seconds(self, estimate: Estimate, candidate: _Candidate) -> float:
         """With the time in which the allocator cleans up its cache."""
