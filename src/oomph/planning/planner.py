@@ -665,7 +665,7 @@ class Planner:
             and profile.host_adam is not None
             and self.allow.allows(Fidelity.ROUNDING),
         )
-        if self.host is not None:
+        if self.host is not None and best.host > self.host:
             lighter = self._moving_less(checked[str(best.choices)][1])
             like[str(lighter.choices.blocks)] = lighter
             best = make_host_room(best, lighter.choices, attempt, self.host)
@@ -782,8 +782,9 @@ class Planner:
     def _refuse_host(self, missing: int) -> tuple[Estimate, _Candidate]:
         """The leanest that stays on the GPU, if it fits after all; else what is missing."""
         assert self.gpu is not None and self.host is not None
-        need = self.gpu.memory
+        need, disk = self.gpu.memory, "with what the run has on the disk"
         if self._like is None:
+            disk = "even with all the state on the disk that can wait there"
             self._leaving = False
             estimate, candidate = self._check_leanest()
             if estimate.fits:
@@ -791,9 +792,9 @@ class Planner:
             need = estimate.smallest_budget
         raise HostTooSmall(
             f"no plan fits {format_bytes(self.budget)} and {format_bytes(self.host)} of host"
-            f" memory: even with all the state it can put on the disk, {format_bytes(missing)} of"
-            f" host memory is missing (that much more, a smaller model, or {format_bytes(need)} on"
-            " the GPU, which takes none of the host's, would do)",
+            f" memory: {disk}, {format_bytes(missing)} of host memory is missing (that much more, a"
+            f" smaller model, or {format_bytes(need)} on the GPU, which takes none of the host's,"
+            " would do)",
             need,
             missing,
         )

@@ -351,7 +351,9 @@ def _apply(
         folder = Path(disk) if disk is not None else default_folder()
         _check_room(plan, folder, leaves_host=_leaves_host(model, target))
         own = dataclasses.replace(job, model=model, optimizer=optimizer)
-        make_another = functools.partial(make_planner, budget=plan.budget, gpu=card)
+        free = planner.host if planner is not None else free_host_memory(model, target)
+        host = max(free, plan.predicted.host) if free is not None else None
+        make_another = functools.partial(make_planner, budget=plan.budget, gpu=card, host=host)
         ladder = Ladder(planner or make_another(own), plan)
         elasticity = None
         if elastic:
