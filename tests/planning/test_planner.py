@@ -17,9 +17,10 @@ from oomph.errors import BadInput, CannotRehearse, DoesNotFit
 from oomph.estimation import Estimate, estimate, judge
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, Precision
+from oomph.planning.candidates import PartTimes, least_seconds
 from oomph.planning.choices import KEEP
 from oomph.planning.plan import Plan
-from oomph.planning.planner import _least_seconds, _Times, plan
+from oomph.planning.planner import plan
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.techniques.technique import Fidelity
@@ -354,14 +355,14 @@ def test_the_smallest_micro_batch_is_tried_before_giving_up(samples: int) -> Non
 
 
 def test_more_parts_take_no_less_and_larger_parts_need_no_less_memory() -> None:
-    known = {1: _Times(fastest=10.0, solved=20.0), 4: _Times(fastest=13.0, solved=14.0)}
-    assert _least_seconds(1, {}) == 0.0
-    assert _least_seconds(4, {1: known[1]}) == 10.0
-    assert _least_seconds(16, known) == 13.0 + 12.0
+    known = {1: PartTimes(fastest=10.0, solved=20.0), 4: PartTimes(fastest=13.0, solved=14.0)}
+    assert least_seconds(1, {}) == 0.0
+    assert least_seconds(4, {1: known[1]}) == 10.0
+    assert least_seconds(16, known) == 13.0 + 12.0
     # In two parts at least what four parts give for memory, in one part not: it can do more.
-    assert _least_seconds(2, known) == 10.0 + 1.0
-    assert _least_seconds(1, {4: known[4]}) == 0.0
-    assert _least_seconds(2, {4: _Times(fastest=13.0, solved=math.inf)}) == math.inf
+    assert least_seconds(2, known) == 10.0 + 1.0
+    assert least_seconds(1, {4: known[4]}) == 0.0
+    assert least_seconds(2, {4: PartTimes(fastest=13.0, solved=math.inf)}) == math.inf
 
 
 def test_with_room_for_everything_no_parts_are_tried() -> None:

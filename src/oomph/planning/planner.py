@@ -15,9 +15,9 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -34,12 +34,25 @@ from oomph.planning.audition import (
     count_parts,
     step_effort,
 )
-from oomph.planning.block_timer import BlockTimer, Times
+from oomph.planning.block_timer import BlockTimer
+from oomph.planning.candidates import (
+    Candidate,
+    Kind,
+    PartTimes,
+    Rooms,
+    Way,
+    kind_of,
+    least_seconds,
+    merit_of,
+    way_of,
+    with_blocks,
+)
 from oomph.planning.changes import describe_changes, fusing_rounds
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
+from oomph.planning.real_clock import RealClock
 from oomph.planning.refining import Tried, refine
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
@@ -155,19 +168,6 @@ def make_planner(
     )
 
 
-@dataclass(order=True)
-class _Candidate:
-    """A solution that waits for its check, the fastest first."""
-
-    seconds: float
-    number: int
-    heard: Audition = dataclasses.field(compare=False)
-    solution: Solution = dataclasses.field(compare=False)
-    choices: Choices = dataclasses.field(compare=False)
-    rehearsed: float | None = dataclasses.field(default=None, compare=False)
-    """Seconds of the whole step with all its copies, where something leaves the GPU."""
-
-
 @dataclass(kw_only=True)
 class Planner:
     """Plans one job within one budget after the other; what was heard once is not heard again."""
@@ -195,11 +195,13 @@ class Planner:
     """What all plans share from now on; None while there is no plan yet."""
     _told: list[Audition] = dataclasses.field(default_factory=list)
     """What was heard, by the clock alone."""
-    _timed: dict[_Pace, tuple[Times, Audition]] = dataclasses.field(default_factory=dict)
-    """Real seconds of blocks, and what was told of the way to run them that they are of."""
-    _slower: dict[_Way, float] = dataclasses.field(default_factory=dict)
+    _real: RealClock = dataclasses.field(init=False)
+    _slower: dict[Way, float] = dataclasses.field(default_factory=dict)
     """By the way to run the job: rehearsed seconds over those that its audition gave."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._real = RealClock(timer=self.timer)
 
     @only_new_garbage()
     def plan(self) -> Plan:
@@ -252,7 +254,7 @@ class Planner:
     def _hear_all(self, to_beat: float = math.inf) -> None:
         """Hear every way to run the job that may win, and be faster than what there is."""
         sizes = self._micro_batches()
-        times: dict[int, _Times] = {}
+        times: dict[int, PartTimes] = {}
         best, best_at = to_beat, 0
 
         def hear(at: int) -> None:
@@ -267,10 +269,10 @@ class Planner:
                 self._weights = self._weights or solved.choices.weights
             if seconds < best:
                 best, best_at = seconds, at
-            times[heard[0].parts] = _Times(fastest=fastest, solved=seconds)
+            times[heard[0].parts] = PartTimes(fastest=fastest, solved=seconds)
 
         def may_win(at: int) -> bool:
-            least = _least_seconds(count_parts(self.job, sizes[at]), times)
+            least = least_seconds(count_parts(self.job, sizes[at]), times)
             return least * (1 + WORTH_HEARING) < best
 
         for at in range(0, len(sizes), 2):
@@ -499,10 +501,10 @@ class Planner:
             return None
         return heard
 
-    def _solutions(self, heard: Audition, rooms: _Rooms) -> Iterator[_Candidate]:
+    def _solutions(self, heard: Audition, rooms: Rooms) -> Iterator[Candidate]:
         """The fastest for each chunk of the loss that leaves one."""
         for variant in self._chunked(heard):
-            room = rooms[_kind(variant.choices)]
+            room = rooms[kind_of(variant.choices)]
             for solution in self._within(variant, room):
                 yield self._candidate(variant, solution)
 
@@ -516,10 +518,10 @@ class Planner:
             solved = [solve(heard.priced(price / rate), room) for price in PRICES]
         return list(dict.fromkeys(filter(None, solved)))
 
-    def _candidate(self, heard: Audition, solution: Solution) -> _Candidate:
+    def _candidate(self, heard: Audition, solution: Solution) -> Candidate:
         # Another number format must buy something.
         handicap = 1.0 if heard.choices.weights == "own" else FORMAT_HANDICAP
-        return _Candidate(
+        return Candidate(
             seconds=heard.seconds(solution) * handicap,
             number=next(self._numbers),
             heard=heard,
@@ -527,7 +529,7 @@ class Planner:
             choices=heard.choose(solution),
         )
 
-    def _rooms(self) -> _Rooms:
+    def _rooms(self) -> Rooms:
         """What tensors may take of the budget, before fragmentation is known."""
         room = self.budget
         if self.gpu is not None:
@@ -571,48 +573,19 @@ class Planner:
         for _ in range(MOST_TIMED):
             best = self._fastest(self._rooms(), set())
             # Whoever waits for the host alone is timed as that; a graph does not.
-            if best is None or best.choices.cuda_graph or _pace(best.choices) in self._timed:
+            if best is None or best.choices.cuda_graph or self._real.knows(best.choices):
                 return
+            self.say("timing blocks")
             told = next(one for one in self._told if one.choices == best.heard.choices)
-            self._timed[_pace(best.choices)] = self._time_blocks(self.timer, best.choices), told
+            self._real.time(best.choices, told, self.found)
             self.heard = [self._by_real_clock(one) for one in self._told]
 
-    def _time_blocks(self, timer: BlockTimer, choices: Choices) -> Times:
-        """Real seconds of the ways to run blocks that may win."""
-        self.say("timing blocks")
-        # One block stands for its class, not one at an end of the chain where there is another.
-        inner_first = [*self.found.blocks[1:-1], *self.found.blocks]
-        stands_for = {block.kind: block.path for block in reversed(inner_first)}
-        kinds = {block.path: block.kind for block in self.found.blocks}
-        menus: dict[str, list[str]] = {path: [KEEP, RECOMPUTE] for path in stands_for.values()}
-        for path, how in choices.blocks.items():
-            menus[stands_for[kinds[path]]].append(how)
-        times = timer.time(choices, menus)
-        return {
-            (path, how): seconds
-            for path, kind in kinds.items()
-            for (timed, how), seconds in times.items()
-            if timed == stands_for[kind]
-        }
-
     def _by_real_clock(self, told: Audition) -> Audition:
-        """What was told, by the real seconds of its own size of parts, or of the nearest."""
-        if not self._timed:
-            return told
-        whole = batch_size(self.batch)
-        size = told.choices.micro_batch or whole
-
-        def distance(pace: _Pace) -> tuple[bool, float]:
-            return pace != _pace(told.choices), abs(math.log((pace[0] or whole) / size))
-
-        nearest = min(self._timed, key=distance)
-        real, timed = self._timed[nearest]
-        is_own = nearest == _pace(told.choices)
-        return told.timed(real if is_own else _share(real, told, timed))
+        return self._real.correct(told, batch_size(self.batch))
 
     # -- checking ---------------------------------------------------------------------------------
 
-    def _choose(self) -> tuple[Estimate, _Candidate]:
+    def _choose(self) -> tuple[Estimate, Candidate]:
         """The fastest that passes its check; where it is slow for it, with what leaves the GPU."""
         found = stays = self._check_until_one_fits()
         slow = found is None or found[0] > LEAVE_FROM * self._unlimited()
@@ -633,7 +606,7 @@ class Planner:
         """Bytes of host memory that a plan needs and may not take."""
         return max(estimate.timeline.host_bytes - self.host, 0) if self.host is not None else 0
 
-    def _refined(self, estimate: Estimate, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
+    def _refined(self, estimate: Estimate, candidate: Candidate) -> tuple[Estimate, Candidate]:
         """The same with what is better tried than heard."""
         if candidate.choices.optimizer_on == "gpu" or self._like is not None:
             return estimate, candidate
@@ -671,7 +644,7 @@ class Planner:
             best = make_host_room(best, lighter.choices, attempt, self.host)
         return checked[str(best.choices)]
 
-    def _tried(self, estimate: Estimate, candidate: _Candidate) -> Tried:
+    def _tried(self, estimate: Estimate, candidate: Candidate) -> Tried:
         return Tried(
             choices=candidate.choices,
             seconds=self._rehearsed_seconds(estimate, candidate),
@@ -679,35 +652,35 @@ class Planner:
             cleans=estimate.step_retries > 0,
         )
 
-    def _moving_less(self, candidate: _Candidate) -> _Candidate:
+    def _moving_less(self, candidate: Candidate) -> Candidate:
         """The same with blocks that move only what they must, for the GPU to have room."""
         solution = solve(candidate.heard.priced(DEAR), candidate.solution.peak)
-        return candidate if solution is None else _with_blocks(candidate, solution)
+        return candidate if solution is None else with_blocks(candidate, solution)
 
-    def _rehearsed_seconds(self, estimate: Estimate, candidate: _Candidate) -> float:
+    def _rehearsed_seconds(self, estimate: Estimate, candidate: Candidate) -> float:
         """With the time in which the allocator cleans up its cache."""
         seconds = candidate.rehearsed or candidate.seconds
         return seconds + estimate.step_retries * RETRY_SECONDS
 
-    def _leaner(self, candidate: _Candidate, missing: int) -> _Candidate | None:
+    def _leaner(self, candidate: Candidate, missing: int) -> Candidate | None:
         """The same with other ways to run the blocks, which leave so much more room."""
         peak = candidate.solution.peak
         solved = self._within(candidate.heard, peak - max(missing, 0) - peak // 100)
         if not solved:
             return None
-        return _with_blocks(candidate, min(solved, key=candidate.heard.seconds))
+        return with_blocks(candidate, min(solved, key=candidate.heard.seconds))
 
-    def _check_until_one_fits(self) -> tuple[float, Estimate, _Candidate] | None:
+    def _check_until_one_fits(self) -> tuple[float, Estimate, Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
         rooms = self._rooms()
-        best: tuple[float, Estimate, _Candidate] | None = None
+        best: tuple[float, Estimate, Candidate] | None = None
         checked: set[str] = set()
         for _ in range(MOST_CHECKS):
             candidate = self._fastest(rooms, checked)
             if candidate is None or (best is not None and self._expected(candidate) >= best[0]):
                 break
             checked.add(str(candidate.choices))
-            room = rooms[_kind(candidate.choices)]
+            room = rooms[kind_of(candidate.choices)]
             estimate, candidate = self._check(candidate)
             if estimate.timeline.refuses_capture:
                 self._refuses_capture = True
@@ -716,7 +689,7 @@ class Planner:
             if self._like is not None and self._missing_on_host(estimate):
                 continue  # its share on the disk is settled
             if candidate.rehearsed is not None:
-                self._slower[_way(candidate.choices)] = candidate.rehearsed / candidate.seconds
+                self._slower[way_of(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if estimate.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
                 seconds = self._rehearsed_seconds(estimate, candidate)
@@ -733,21 +706,21 @@ class Planner:
                 limit = self._limit(candidate.choices.leaves)
                 missing = max(estimate.smallest_budget - limit, room // 200)
             tried = candidate.solution.peak
-            smaller, lean = min(room, tried) - missing, self._leanest(_kind(candidate.choices))
+            smaller, lean = min(room, tried) - missing, self._leanest(kind_of(candidate.choices))
             # Fragmentation is no fixed amount: the leanest is tried before a kind is given up.
-            rooms[_kind(candidate.choices)] = lean if smaller < lean < tried else smaller
+            rooms[kind_of(candidate.choices)] = lean if smaller < lean < tried else smaller
         return best
 
-    def _leanest(self, kind: _Kind) -> int:
+    def _leanest(self, kind: Kind) -> int:
         """The smallest peak of all that was heard of a kind."""
         return min(
             leanest(variant.chain).peak
             for heard in self.heard
             for variant in self._chunked(heard)
-            if _kind(variant.choices) == kind
+            if kind_of(variant.choices) == kind
         )
 
-    def _fastest(self, rooms: _Rooms, without: set[str]) -> _Candidate | None:
+    def _fastest(self, rooms: Rooms, without: set[str]) -> Candidate | None:
         """The fastest way to run the job in its room that was not checked yet."""
         like = self._like
         found = [
@@ -761,11 +734,11 @@ class Planner:
         ]
         return min(found, key=lambda one: (self._expected(one), one.number), default=None)
 
-    def _expected(self, candidate: _Candidate) -> float:
+    def _expected(self, candidate: Candidate) -> float:
         """Its seconds, by how much longer copies took where its like was checked."""
-        return candidate.seconds * self._slower.get(_way(candidate.choices), 1.0)
+        return candidate.seconds * self._slower.get(way_of(candidate.choices), 1.0)
 
-    def _refuse(self) -> tuple[Estimate, _Candidate]:
+    def _refuse(self) -> tuple[Estimate, Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""
         estimate, candidate = self._check_leanest()
         if estimate.fits:
@@ -779,7 +752,7 @@ class Planner:
             need,
         )
 
-    def _refuse_host(self, missing: int) -> tuple[Estimate, _Candidate]:
+    def _refuse_host(self, missing: int) -> tuple[Estimate, Candidate]:
         """The leanest that stays on the GPU, if it fits after all; else what is missing."""
         assert self.gpu is not None and self.host is not None
         need, disk = self.gpu.memory, "with what the run has on the disk"
@@ -799,7 +772,7 @@ class Planner:
             missing,
         )
 
-    def _check_leanest(self) -> tuple[Estimate, _Candidate]:
+    def _check_leanest(self) -> tuple[Estimate, Candidate]:
         sizes = self._micro_batches()
         self._weights = None
         # The whole batch can step in backward, the smallest part has the fewest activations.
@@ -816,7 +789,7 @@ class Planner:
             return "8-bit optimizer state needs less: --allow lossy"
         return "a shorter sequence, a smaller model or a larger card would do"
 
-    def _check(self, candidate: _Candidate) -> tuple[Estimate, _Candidate]:
+    def _check(self, candidate: Candidate) -> tuple[Estimate, Candidate]:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
         self.say("checking a plan by rehearsing it")
         timeline = rehearse(self.job, self.gpu, PHASES, choices=candidate.choices, clock=self.clock)
@@ -829,7 +802,7 @@ class Planner:
         if self.gpu is None or (plain.fits and not plain.step_retries):
             return plain, candidate
         expandable = self._judge(timeline, EXPANDABLE, limit)
-        if _merit(expandable) <= _merit(plain):
+        if merit_of(expandable) <= merit_of(plain):
             return plain, candidate
         choices = dataclasses.replace(candidate.choices, allocator=EXPANDABLE)
         return expandable, dataclasses.replace(candidate, choices=choices)
@@ -848,7 +821,7 @@ class Planner:
 
     # -- saying it --------------------------------------------------------------------------------
 
-    def _changes(self, candidate: _Candidate, estimate: Estimate) -> tuple[Change, ...]:
+    def _changes(self, candidate: Candidate, estimate: Estimate) -> tuple[Change, ...]:
         self.say("pricing each change")
         blocks = {block.path: KEEP for block in self.found.blocks}
         if self.job.checkpointing == "full":
@@ -862,7 +835,7 @@ class Planner:
 
     def _report(
         self,
-        candidate: _Candidate,
+        candidate: Candidate,
         estimate: Estimate,
         changes: tuple[Change, ...],
         planning_seconds: float,
@@ -920,106 +893,8 @@ class Planner:
         )
 
 
-#: By kind of choices: bytes that the solver may plan with.
-_Kind = tuple[bool, bool, int | None, int | None, bool, int]
-_Rooms = defaultdict[_Kind, int]
-
-
-def _kind(choices: Choices) -> _Kind:
-    """Choices of one kind miss the solver's numbers alike.
-
-    A graph has a pool of its own; what leaves the GPU is there for a while on its way.
-    """
-    return (
-        choices.cuda_graph,
-        choices.leaves,
-        choices.micro_batch if choices.leaves else None,
-        choices.gradient_room,
-        bool(choices.weights_away),
-        choices.state_ahead,
-    )
-
-
-def _with_blocks(candidate: _Candidate, solution: Solution) -> _Candidate:
-    """The same with other ways to run the blocks."""
-    blocks = candidate.heard.choose(solution).blocks
-    choices = dataclasses.replace(candidate.choices, blocks=blocks)
-    return dataclasses.replace(candidate, solution=solution, choices=choices)
-
-
 def _stepping_later(choices: Choices) -> list[Choices]:
     """The same with the step after backward, too, where it is inside."""
     if not choices.optimizer_in_backward:
         return [choices]
     return [choices, dataclasses.replace(choices, optimizer_in_backward=False)]
-
-
-_Pace = tuple[int | None, Weights]
-
-
-def _pace(choices: Choices) -> _Pace:
-    """Choices whose blocks take the same seconds, option by option."""
-    return choices.micro_batch, choices.weights
-
-
-_Way = tuple[int | None, Weights, int | None, bool, float, int, int]
-
-
-def _way(choices: Choices) -> _Way:
-    """Choices that have about the same to copy, and the same time for it."""
-    return (
-        choices.micro_batch,
-        choices.weights,
-        choices.gradient_room,
-        bool(choices.weights_away),
-        choices.disk_share,
-        choices.state_ahead,
-        len(choices.offloaded),
-    )
-
-
-class _Times(NamedTuple):
-    """Seconds of a step in some number of parts."""
-
-    fastest: float
-    """With everything kept."""
-    solved: float
-    """Inside the budget; infinite where that is not possible."""
-
-
-def _least_seconds(parts: int, known: Mapping[int, _Times]) -> float:
-    """Seconds that a step in so many parts takes at least, by what other numbers of parts take.
-
-    Parts cost time of their own: they launch more and multiply smaller matrices. And larger parts
-    need more memory, so that at least as much has to be given for it.
-    """
-    fewer = sorted(number for number in known if number < parts)
-    least = known[fewer[-1]].fastest if fewer else 0.0
-    if len(fewer) > 1:
-        first, last = fewer[-2:]
-        slope = (known[last].fastest - known[first].fastest) / (last - first)
-        least += max(slope, 0.0) * (parts - last)
-    # A step in one part is another matter: it can step the optimizer in backward.
-    given = [known[number] for number in known if number > parts > 1]
-    return least + max((times.solved - times.fastest for times in given), default=0.0)
-
-
-def _merit(estimate: Estimate) -> tuple[bool, int, int]:
-    """Fitting is better than not, then few retries, then a small need."""
-    retries = estimate.step_retries if estimate.fits else 0
-    return estimate.fits, -retries, -estimate.smallest_budget
-
-
-def _share(real: Times, heard: Audition, best: Audition) -> Times:
-    """Real seconds, for an audition of micro-batches of another size by the clock's proportion."""
-    clock = {
-        (block.name, option.name): option.seconds
-        for block in best.chain.blocks
-        for option in block.options
-    }
-    return {
-        (block.name, option.name): real[key] * option.seconds / clock[key]
-        for block in heard.chain.blocks
-        for option in block.options
-        if (key := (block.name, option.name)) in real and clock.get(key)
-    }

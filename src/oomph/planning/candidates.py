@@ -1,0 +1,102 @@
+"""Solutions that wait for their check, and what the planner knows of others from each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from oomph.estimation import Estimate
+from oomph.planning.audition import Audition
+from oomph.planning.choices import Choices, Weights
+from oomph.planning.solver import Solution
+
+
+@dataclass(order=True)
+class Candidate:
+    """A solution that waits for its check, the fastest first."""
+
+    seconds: float
+    number: int
+    heard: Audition = dataclasses.field(compare=False)
+    solution: Solution = dataclasses.field(compare=False)
+    choices: Choices = dataclasses.field(compare=False)
+    rehearsed: float | None = dataclasses.field(default=None, compare=False)
+    """Seconds of the whole step with all its copies, where something leaves the GPU."""
+
+
+def with_blocks(candidate: Candidate, solution: Solution) -> Candidate:
+    """The same with other ways to run the blocks."""
+    blocks = candidate.heard.choose(solution).blocks
+    choices = dataclasses.replace(candidate.choices, blocks=blocks)
+    return dataclasses.replace(candidate, solution=solution, choices=choices)
+
+
+#: By kind of choices: bytes that the solver may plan with.
+Kind = tuple[bool, bool, int | None, int | None, bool, int]
+Rooms = defaultdict[Kind, int]
+
+
+def kind_of(choices: Choices) -> Kind:
+    """Choices of one kind miss the solver's numbers alike.
+
+    A graph has a pool of its own; what leaves the GPU is there for a while on its way.
+    """
+    return (
+        choices.cuda_graph,
+        choices.leaves,
+        choices.micro_batch if choices.leaves else None,
+        choices.gradient_room,
+        bool(choices.weights_away),
+        choices.state_ahead,
+    )
+
+
+Way = tuple[int | None, Weights, int | None, bool, float, int, int]
+
+
+def way_of(choices: Choices) -> Way:
+    """Choices that have about the same to copy, and the same time for it."""
+    return (
+        choices.micro_batch,
+        choices.weights,
+        choices.gradient_room,
+        bool(choices.weights_away),
+        choices.disk_share,
+        choices.state_ahead,
+        len(choices.offloaded),
+    )
+
+
+class PartTimes(NamedTuple):
+    """Seconds of a step in some number of parts."""
+
+    fastest: float
+    """With everything kept."""
+    solved: float
+    """Inside the budget; infinite where that is not possible."""
+
+
+def least_seconds(parts: int, known: Mapping[int, PartTimes]) -> float:
+    """Seconds that a step in so many parts takes at least, by what other numbers of parts take.
+
+    Parts cost time of their own: they launch more and multiply smaller matrices. And larger parts
+    need more memory, so that at least as much has to be given for it.
+    """
+    fewer = sorted(number for number in known if number < parts)
+    least = known[fewer[-1]].fastest if fewer else 0.0
+    if len(fewer) > 1:
+        first, last = fewer[-2:]
+        slope = (known[last].fastest - known[first].fastest) / (last - first)
+        least += max(slope, 0.0) * (parts - last)
+    # A step in one part is another matter: it can step the optimizer in backward.
+    given = [known[number] for number in known if number > parts > 1]
+    return least + max((times.solved - times.fastest for times in given), default=0.0)
+
+
+def merit_of(estimate: Estimate) -> tuple[bool, int, int]:
+    """Fitting is better than not, then few retries, then a small need."""
+    retries = estimate.step_retries if estimate.fits else 0
+    return estimate.fits, -retries, -estimate.smallest_budget
