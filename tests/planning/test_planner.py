@@ -365,6 +365,13 @@ def test_more_parts_take_no_less_and_larger_parts_need_no_less_memory() -> None:
     assert least_seconds(2, {4: PartTimes(fastest=13.0, solved=math.inf)}) == math.inf
 
 
+def test_what_leaves_the_gpu_costs_more_in_parts_but_not_with_each_of_them() -> None:
+    known = {n: PartTimes(fastest=t, solved=math.inf) for n, t in {1: 10.0, 4: 13.0}.items()}
+    assert least_seconds(16, known, leaves=True) == 13.0
+    known[16] = PartTimes(fastest=16.0, solved=math.inf)
+    assert least_seconds(32, known, leaves=True) == 16.0 + 16 * 3 / 12
+
+
 def test_with_room_for_everything_no_parts_are_tried() -> None:
     said: list[str] = []
     plan(job(rows=16), gpu="h200", budget="10GiB", say=said.append)

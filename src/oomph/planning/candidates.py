@@ -79,16 +79,18 @@ class PartTimes(NamedTuple):
     """Inside the budget; infinite where that is not possible."""
 
 
-def least_seconds(parts: int, known: Mapping[int, PartTimes]) -> float:
+def least_seconds(parts: int, known: Mapping[int, PartTimes], *, leaves: bool = False) -> float:
     """Seconds that a step in so many parts takes at least, by what other numbers of parts take.
 
     Parts cost time of their own: they launch more and multiply smaller matrices. And larger parts
-    need more memory, so that at least as much has to be given for it.
+    need more memory, so that at least as much has to be given for it. What `leaves` the GPU has
+    other times to do so from the second part on: from one part to several is no slope then.
     """
     fewer = sorted(number for number in known if number < parts)
     least = known[fewer[-1]].fastest if fewer else 0.0
-    if len(fewer) > 1:
-        first, last = fewer[-2:]
+    alike = [number for number in fewer if number > 1 or not leaves]
+    if len(alike) > 1:
+        first, last = alike[-2:]
         slope = (known[last].fastest - known[first].fastest) / (last - first)
         least += max(slope, 0.0) * (parts - last)
     # A step in one part is another matter: it can step the optimizer in backward.

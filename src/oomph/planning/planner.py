@@ -272,7 +272,8 @@ class Planner:
             times[heard[0].parts] = PartTimes(fastest=fastest, solved=seconds)
 
         def may_win(at: int) -> bool:
-            least = least_seconds(count_parts(self.job, sizes[at]), times)
+            parts = count_parts(self.job, sizes[at])
+            least = least_seconds(parts, times, leaves=self._leaving)
             return least * (1 + WORTH_HEARING) < best
 
         for at in range(0, len(sizes), 2):
