@@ -98,7 +98,7 @@ def test_a_budget_too_small_becomes_the_smallest_that_is_said_to_do(
 ) -> None:
     asked = []
 
-    def make_plan(job: Any, *, budget: int, gpu: str) -> Any:
+    def make_plan(job: Any, *, budget: int, host: int | None, gpu: str) -> Any:
         asked.append(budget)
         if budget < 50:
             raise DoesNotFit("no plan fits", 50)
