@@ -44,7 +44,7 @@ class DoesNotFit(OomphError):
 class HostTooSmall(DoesNotFit):
     """No plan fits the host's memory; `missing` is how many bytes too little.
 
-    With `smallest` bytes of device memory there is a plan that takes none of the host's.
+    With `smallest` bytes of device memory there is a plan in which nothing has to leave the GPU.
     """
 
     def __init__(self, message: str, smallest: int, missing: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from late_link import PLACES, LateLink
-from torch import nn
+from test_host_optimizer_cuda import RECIPES, STEPS, plainly
 
 from oomph.host.cuda_link import CudaLink
 from oomph.host.disk_slots import DiskSlots
@@ -19,33 +18,14 @@ from oomph.host.slots import SlotStore
 from oomph.techniques import disk_state
 
 sys.path.append(str(Path(__file__).parents[1] / "techniques"))
-from host_training import Recipe, Training, plain, same_bits, two_groups
+from host_training import Training, plain, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-STEPS = 5
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
-
-
-RECIPES = {
-    "plain": Recipe(device="cuda", make_optimizer=fused),
-    "clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3),
-    "in parts, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, parts=2),
-    "masters, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, masters=True),
-}
 
 
 @pytest.fixture(autouse=True)
 def _every_parameter_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_state, "LEAST", 0)
-
-
-@functools.cache
-def plainly(name: str) -> Training:
-    return plain(RECIPES[name], STEPS)
 
 
 def on_disk(name: str, link: CudaLink, folder: Path, share: float = 1.0) -> Training:
@@ -58,7 +38,7 @@ def on_disk(name: str, link: CudaLink, folder: Path, share: float = 1.0) -> Trai
 
 
 @pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped", "masters, clipped"])
 def test_steps_have_the_plain_bits_whatever_is_late(
     name: str, late: Collection[str], links: list[CudaLink], tmp_path: Path
 ) -> None:

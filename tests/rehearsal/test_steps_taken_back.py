@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,23 +14,27 @@ from oomph.planning.audition import step_effort
 from oomph.planning.choices import Choices
 from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.timeline import Timeline
 from oomph.timing.clock import Clock
 
 H200 = find_gpu("h200")
 WIDTH = 2048
 
 
-def seconds(optimizer: str, *, in_backward: bool, rows: int = 8, waits: bool = True) -> float:
+def seconds(optimizer: str, **how: Any) -> float:
+    return step_effort(rehearsed(optimizer, **how), 1).kernels
+
+
+def rehearsed(optimizer: str, *, in_backward: bool, rows: int = 8, waits: bool = True) -> Timeline:
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
 
     job = Job(model, lambda net, batch: net(batch).sum(), optimizer, torch.ones(rows, WIDTH))
     clock = Clock.of(H200)
     choices = Choices(optimizer_in_backward=in_backward, fused_optimizer=True)
-    timeline = rehearse(
+    return rehearse(
         job, H200, ("build", "step"), choices=choices, clock=clock, wait_for_copies=waits
     )
-    return step_effort(timeline, 1).kernels
 
 
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 3), ("sgd-momentum", 2), ("sgd", 1)])
@@ -38,6 +44,13 @@ def test_a_step_inside_backward_waits_for_the_copies_of_what_it_changes(
     copies = numbers * 4 * 4 * WIDTH**2 / LinkRates.of(H200).out
     assert seconds(optimizer, in_backward=False) < copies / 2
     assert seconds(optimizer, in_backward=True) == pytest.approx(copies, rel=0.1)
+
+
+@pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 3), ("sgd", 1)])
+def test_the_copies_take_host_memory(optimizer: str, numbers: int) -> None:
+    taken = rehearsed(optimizer, in_backward=True).host_bytes
+    assert taken == pytest.approx(numbers * 4 * 4 * WIDTH**2, rel=1e-4)
+    assert rehearsed(optimizer, in_backward=False).host_bytes == 0
 
 
 def test_nothing_waits_for_copies_that_are_shorter_than_what_runs_beside_them() -> None:

@@ -90,6 +90,8 @@ PRICES = (0.0, 0.5, 1.0)
 DEAR = 1e-6
 #: Buckets of state that are on their way at least.
 LEAST_AHEAD = 2
+#: Bytes of a parameter and its state, as Adam has it, that a run copies to step inside backward.
+UNDO_BYTES = 12
 #: What it takes to give cached memory back and ask for it anew: an H200 stood idle for 9 and for
 #: 20 ms in two steps that had about three of these each.
 RETRY_SECONDS = 5e-3
@@ -395,6 +397,8 @@ class Planner:
             and self.job.clip_norm is None
             and plain.precision != "fp16-mixed"
             and plain.optimizer_on == "gpu"
+            # What is stepped there is copied to the host first.
+            and (self.host is None or UNDO_BYTES * self.found.trainable <= self.host)
         )
 
     def _head(self) -> str:
@@ -767,7 +771,7 @@ class Planner:
         raise HostTooSmall(
             f"no plan fits {format_bytes(self.budget)} and {format_bytes(self.host)} of host"
             f" memory: {disk}, {format_bytes(missing)} of host memory is missing (that much more, a"
-            f" smaller model, or {format_bytes(need)} on the GPU, which takes none of the host's,"
+            f" smaller model, or {format_bytes(need)} on the GPU, where nothing has to leave it,"
             " would do)",
             need,
             missing,

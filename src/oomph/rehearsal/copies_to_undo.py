@@ -1,7 +1,7 @@
 """What a run copies to the host in a rehearsed step, so that it can take the step back.
 
 Where weights are stepped inside backward they are copied first, with their state, while forward and
-backward run: a step of one waits for its copy. Nothing of this takes memory of the GPU.
+backward run: a step of one waits for its copy. This takes host memory, and none of the GPU's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class CopiesToUndo:
         self._optimizer = optimizer
         self._rate = rate
         self._ends: dict[Tensor, float] = {}
+        self._taken = 0
 
     def begin(self) -> None:
         """A step begins, and its copies with it."""
@@ -29,6 +30,9 @@ class CopiesToUndo:
         for parameter in reversed(owned):
             end += self._nbytes(parameter) / self._rate
             self._ends[parameter] = end
+        taken = sum(map(self._nbytes, owned))
+        self._recorder.timeline.host_bytes += taken - self._taken
+        self._taken = taken
 
     def wait(self, parameter: Tensor) -> None:
         """A parameter is about to be stepped."""
