@@ -98,17 +98,18 @@ class Case:
         return f"{self.model}, {self.batch} × {self.seq}, {self.precision}"
 
 
+THREE_B = Case(
+    name="3b",
+    model="llama-3.2-3b",
+    batch=8,
+    seq=2048,
+    precision="bf16",
+    budgets=(11.1, 8.0),
+    clips=(False, True),
+    on_host=False,
+)
 CASES = {
-    "3b": Case(
-        name="3b",
-        model="llama-3.2-3b",
-        batch=8,
-        seq=2048,
-        precision="bf16",
-        budgets=(11.1, 8.0),
-        clips=(False, True),
-        on_host=False,
-    ),
+    "3b": THREE_B,
     "8b": Case(
         name="8b",
         model="llama-3.1-8b",
@@ -119,16 +120,8 @@ CASES = {
         clips=(False,),
         on_host=True,
     ),
-    "3b-disk": Case(
-        name="3b-disk",
-        model="llama-3.2-3b",
-        batch=8,
-        seq=2048,
-        precision="bf16",
-        budgets=(11.1,),
-        clips=(False,),
-        on_host=False,
-        host=14.0,
+    "3b-disk": dataclasses.replace(
+        THREE_B, name="3b-disk", budgets=(11.1,), clips=(False,), host=14.0
     ),
 }
 

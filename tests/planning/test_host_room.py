@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from test_leaving_plans import WIDTH, model
+from torch import nn
 
 from oomph.errors import BadInput, HostTooSmall
 from oomph.gpus import find_gpu
@@ -169,23 +170,6 @@ def test_the_report_says_how_much_of_the_state_is_on_the_disk() -> None:
 # -- with the planner ------------------------------------------------------------------------------
 
 CARD = find_gpu("rtx-3060")
-WIDTH = 1024
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
-
-
-def model() -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(4)))
-
-
 WEIGHTS = 4 * sum(p.numel() for p in model().parameters())
 #: With a budget of so many times the weights, the state has to leave.
 TIGHT = 4.6

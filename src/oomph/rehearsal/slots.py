@@ -17,7 +17,7 @@ from oomph.host.link import Copy
 from oomph.rehearsal.link import RehearsedCopy, RehearsedLink
 from oomph.rehearsal.recorder import Recorder
 
-#: Bytes per second of a disk that was not measured: what half of today's NVMe disks reach.
+#: Bytes per second of a disk that was not measured: a guess, for an NVMe disk that is not the best.
 DISK_READ, DISK_WRITE = 3e9, 1.5e9
 
 
