@@ -134,6 +134,7 @@ def _differences(after: Choices) -> list[_Difference]:
             with_it=(
                 "host_share",
                 "disk_share",
+                "gpu_share",
                 "gradient_room",
                 "state_ahead",
                 "state_early",
@@ -189,6 +190,8 @@ def say_place(choices: Choices) -> str:
     if choices.optimizer_on == "gpu":
         return "on the GPU"
     words = "state on the host"
+    if choices.gpu_share:
+        words += f", but for {choices.gpu_share:.0%} of it"
     if choices.host_share:
         words += f", {choices.host_share:.0%} stepped there"
     if (room := choices.gradient_room) is not None:

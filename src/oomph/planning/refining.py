@@ -1,10 +1,10 @@
 """What is tried rather than heard, where the optimizer left the GPU: who waits where, who steps.
 
 How many gradients wait on the GPU for the norm of all, how many blocks have their weights there,
-how much state comes before that norm is known and what share of the steps the host's cores make
-decides which copies meet in a step; how many rows the loss has at a time, whether the allocator
-finds room between them. Only a rehearsal of the whole step knows what that comes to, so each is
-moved for as long as it makes the step faster.
+how much state stays there, how much of it comes before that norm is known and what share of the
+steps the host's cores make decides which copies meet in a step; how many rows the loss has at a
+time, whether the allocator finds room between them. Only a rehearsal of the whole step knows what
+that comes to, so each is moved for as long as it makes the step faster.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ Attempt = Callable[[Choices], Tried | None]
 Move = Callable[[Choices], Choices]
 
 
-def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -> Tried:
+def refine(
+    best: Tried, attempt: Attempt, *, gradients: int, first: float, host_steps: bool
+) -> Tried:
     """The fastest that was found; `gradients` are the bytes of all.
 
-    `host_steps` says that it is known how fast the host's cores step.
+    `first` is the share of all parameters that the optimizer's first tensor has. `host_steps` says
+    that it is known how fast the host's cores step.
     """
     best = _smaller_loss(best, attempt)
     if (room := best.choices.gradient_room) is not None:
@@ -60,12 +63,19 @@ def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -
         # Those that forward needs first have the least time to come.
         fewer = [away[math.ceil(part * len(away)) :] for part in PARTS]
         best = _climb(best, [_setting(weights_away=paths) for paths in fewer], attempt)
+    # An embedding is done last in backward, all at once: its state would have nobody to hide it.
+    shares = [math.ceil(share * 1000) / 1000 for share in (first, *PARTS) if first <= share < 1]
+    staying = dict.fromkeys(shares)
+    best = _climb(best, [_setting(gpu_share=share) for share in staying], attempt)
     best = _come_early(best, attempt)
     if host_steps:
         # Late: how fast the host is beside all else is what is known least.
-        shared = _climb(best, [_setting(host_share=share) for share in SHARES], attempt)
+        most = 1 - best.choices.gpu_share
+        shares = [share for share in SHARES if share <= most]
+        shared = _climb(best, [_setting(host_share=share) for share in shares], attempt)
         half_more = round(shared.choices.host_share + SHARES[0] / 2, 2)
-        shared = _climb(shared, [_setting(host_share=half_more)], attempt)
+        if half_more <= most:
+            shared = _climb(shared, [_setting(host_share=half_more)], attempt)
         # What the host steps leaves room on the GPU.
         best = _come_early(shared, attempt) if shared is not best else best
     return _smaller_loss(best, attempt)

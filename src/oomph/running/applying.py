@@ -309,6 +309,7 @@ class Applied:
             HostPlacement(
                 host_share=choices.host_share,
                 disk_share=choices.disk_share,
+                gpu_share=choices.gpu_share,
                 keep_gradients=choices.gradient_room,
                 bucket=bucket_bytes(trained),
                 ahead=choices.state_ahead,

@@ -7,7 +7,8 @@ Two ways, of which each takes a share of the parameters:
 - *on the host* (`host_share`): gradients leave, the host's cores step their own copy of the weights
   and the new weights come back. Equal to the plain optimizer but for the last bits.
 
-State for which host memory has no room waits on the disk (`disk_share`), and is streamed.
+State for which host memory has no room waits on the disk (`disk_share`), and is streamed. State for
+which the GPU has room stays there (`gpu_share`), and nothing waits for it.
 
 When a parameter is stepped depends on the job. Without clipping and without a GradScaler a bucket
 is stepped inside backward, as soon as its gradients are complete. With either, all gradients must
@@ -110,6 +111,8 @@ class HostPlacement:
     """The part of all elements that the host's cores step: those that forward needs last."""
     disk_share: float = 0.0
     """The part of all elements whose state waits on the disk; the GPU steps them."""
+    gpu_share: float = 0.0
+    """The part of all elements whose state and masters stay on the GPU: the optimizer's first."""
     keep_gradients: int | None = None
     """Bytes of gradients that may wait on the GPU, those that forward needs first; None is all."""
     bucket: int = 64 << 20
@@ -166,8 +169,11 @@ class HostOptimizer:
         #: On the host: what the optimizer steps of parameters that have a master.
         self._host_masters: dict[Trained, Tensor] = {}
         self._masters_hidden = False
-        self._disk = _open_disk(disk, optimizer, self._trained, placement)
-        self._state = HostState(link, optimizer, self._disk)
+        #: Whose state and masters are on the GPU as ever.
+        self._staying = _staying(self._trained, placement.gpu_share)
+        leaving = [trained for trained in self._trained if trained not in self._staying]
+        self._disk = _open_disk(disk, optimizer, leaving, placement)
+        self._state = HostState(link, optimizer, self._disk, self._staying)
         self._shows_disk = True
         self._gradients = LeavingGradients(link, placement.bucket * placement.ahead)
         parts = StepParts(
@@ -303,6 +309,8 @@ class HostOptimizer:
             self._place_counter(trained, home)
             if (master := self._host_masters.pop(trained, None)) is not None:
                 trained.owned.data = brought_home(self._link, master, home, device)
+            elif trained.has_master:
+                trained.owned.data = trained.owned.data.to(home)
         self._state.forget()
         self._state.close()
         for handle in self._handles:
@@ -331,7 +339,9 @@ class HostOptimizer:
             self._place_counter(trained, trained.leaf.device)
             if made is not None:
                 self._state.reserve(trained, made(trained.group, trained.owned.dtype))
-            if trained.has_master:
+            if trained.has_master and trained in self._staying:
+                trained.owned.data = trained.owned.data.to(trained.leaf.device)
+            elif trained.has_master:
                 self._host_masters[trained] = to_host_now(self._link, trained.owned)
                 trained.owned.data = self._host_masters[trained]
 
@@ -368,7 +378,8 @@ class HostOptimizer:
         unit_of = self._first_use.freeze()
         places = {leaf: at for at, leaf in enumerate(unit_of)}
         ordered = sorted(self._trained, key=lambda trained: places.get(trained.leaf, -1))
-        streamed, on_host = _split(ordered, self._placement.host_share, self._disk or ())
+        bound = {t for t in ordered if t in self._staying or t in (self._disk or ())}
+        streamed, on_host = _split(ordered, self._placement.host_share, bound)
         for trained in on_host:
             self._host.make_room(trained)
             self._place_counter(trained, torch.device("cpu"))
@@ -740,6 +751,8 @@ class HostOptimizer:
             return value.clone()
         if value.dim() and trained is not None and trained in (self._disk or ()):
             return value.to(parameter.dtype)  # from where it is to the disk
+        if trained in self._staying:
+            return value.to(device=trained.leaf.device, dtype=parameter.dtype, copy=True)
         if value.dim() and trained is not None:
             # It lies as its parameter does, which has another shape where it is a part of state.
             like = trained.like if trained.like.shape == value.shape else value
@@ -854,7 +867,7 @@ def _check(
         raise BadInput("state in 8 bits cannot go to the host: choose one or the other")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise BadInput("a differentiable optimizer cannot go to the host: leave it on the GPU")
-    for share in (placement.host_share, placement.disk_share):
+    for share in (placement.host_share, placement.disk_share, placement.gpu_share):
         if not 0 <= share <= 1:
             raise BadInput(f"a share is between 0 and 1, not {share}")
     if placement.bucket <= 0 or placement.ahead < 1:
@@ -884,18 +897,34 @@ def _find_trained(
 
 
 def _split(
-    ordered: list[Trained], host_share: float, on_disk: Container[Trained]
+    ordered: list[Trained], host_share: float, bound: Container[Trained]
 ) -> tuple[list[Trained], list[Trained]]:
-    """What is streamed, and what the host steps: the last ones in its memory, up to its share."""
+    """What the GPU steps, and the host: the last not `bound` to the GPU, up to its share."""
     left = host_share * sum(trained.leaf.numel() for trained in ordered)
     on_host: list[Trained] = []
-    for trained in reversed([trained for trained in ordered if trained not in on_disk]):
+    for trained in reversed([trained for trained in ordered if trained not in bound]):
         left -= trained.leaf.numel()
         if left < 0:
             break
         on_host.insert(0, trained)
     taken = set(on_host)
     return [trained for trained in ordered if trained not in taken], on_host
+
+
+def _staying(trained: Sequence[Trained], share: float) -> set[Trained]:
+    """The first ones, up to this share of all elements.
+
+    These are mostly those that forward uses first: backward completes them last, when nothing is
+    left to compute beside which their state could come.
+    """
+    left = share * sum(one.leaf.numel() for one in trained)
+    staying: set[Trained] = set()
+    for one in trained:
+        left -= one.leaf.numel()
+        if left < 0:
+            break
+        staying.add(one)
+    return staying
 
 
 def _open_disk(

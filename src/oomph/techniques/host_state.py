@@ -4,12 +4,13 @@ Tensors go to the host, whole parameters at a time; scalars such as step counter
 are. What is stepped in pieces has one whole tensor on the host all the same, as a state dict has.
 
 Some of it may be on the disk instead (`DiskState`). The optimizer shows a stand-in for that, and
-the numbers only from `show` to `hide`.
+the numbers only from `show` to `hide`. And that of some parameters may stay on the GPU, where the
+plain optimizer has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy, Link
 from oomph.techniques.disk_state import DiskState, is_kept
-from oomph.techniques.host_tensors import brought_home, host_tensor, to_host_now
+from oomph.techniques.host_tensors import brought_home, gpu_like, host_tensor, to_host_now
 from oomph.techniques.optimizer_twin import State
 from oomph.techniques.step_buckets import Piece, Trained
 
@@ -26,11 +27,16 @@ class HostState:
     """The state of an optimizer's parameters."""
 
     def __init__(
-        self, link: Link, optimizer: torch.optim.Optimizer, disk: DiskState | None = None
+        self,
+        link: Link,
+        optimizer: torch.optim.Optimizer,
+        disk: DiskState | None = None,
+        staying: Collection[Trained] = (),
     ) -> None:
         self._link = link
         self._optimizer = optimizer
         self._disk = disk
+        self._staying = staying
         #: What the optimizer shows of parameters whose state is on the disk, and its versions.
         self._shown: dict[Trained, dict[str, tuple[Tensor, int]]] = {}
         self._stand_ins: dict[tuple[Trained, str], Tensor] = {}
@@ -49,7 +55,9 @@ class HostState:
 
         Where it runs out, it does so before anything was stepped.
         """
-        if not self._is_on_disk(trained) and not self._optimizer.state.get(trained.owned):
+        if self._is_on_disk(trained) or trained in self._staying:
+            return
+        if not self._optimizer.state.get(trained.owned):
             for name, value in made.items():
                 if is_kept(value):
                     room = host_tensor(self._link, trained.like, value.dtype)
@@ -81,7 +89,7 @@ class HostState:
         state = self._optimizer.state.get(trained.owned)
         if not state:
             return
-        if self._is_on_disk(trained):
+        if self._is_on_disk(trained) or trained in self._staying:
             self.adopt(trained)
             return
         for name, value in state.items():
@@ -93,8 +101,12 @@ class HostState:
     def adopt(self, trained: Trained) -> None:
         """The state that the optimizer has of a parameter is on the host already.
 
-        If it belongs on the disk it goes there from wherever it is.
+        If it belongs on the disk or on the GPU it goes there from wherever it is.
         """
+        if trained in self._staying:
+            state = self._optimizer.state[trained.owned]
+            device = trained.leaf.device
+            state.update((name, v.to(device)) for name, v in state.items() if is_kept(v))
         if self._is_on_disk(trained):
             assert self._disk is not None
             self._disk.write(trained, self._optimizer.state[trained.owned])
@@ -113,12 +125,15 @@ class HostState:
             state.update(self._disk.read(trained, home))
             return
         for name, value in state.items():
-            if is_kept(value):
+            if is_kept(value) and trained in self._staying:
+                state[name] = value.to(home)
+            elif is_kept(value):
                 state[name] = brought_home(self._link, value, home, trained.leaf.device)
 
     def tensors(self, piece: Piece) -> dict[str, Tensor]:
         """This piece of what is in host memory; nothing before its first step."""
-        if not self._is_there(piece) or self._is_on_disk(piece.trained):
+        trained = piece.trained
+        if not self._is_there(piece) or self._is_on_disk(trained) or trained in self._staying:
             return {}
         return {name: piece.of(v) for name, v in self._state(piece).items() if is_kept(v)}
 
@@ -175,15 +190,21 @@ class HostState:
         if self._disk is not None:
             self._disk.close()
 
-    def scalars(self, piece: Piece) -> State:
-        """What is not on the host; all pieces but the last have copies, so that it counts once."""
+    def on_gpu(self, piece: Piece) -> State:
+        """What does not come and go: scalars, and what stays. Nothing before its first step.
+
+        All pieces but the last have copies of scalars, so that these count once.
+        """
         if not self._is_there(piece):
             return {}
-        return {
-            name: value.clone() if isinstance(value, Tensor) and not piece.is_last else value
-            for name, value in self._state(piece).items()
-            if not is_kept(value)
-        }
+        found: State = {}
+        for name, value in self._state(piece).items():
+            if not is_kept(value):
+                copied = isinstance(value, Tensor) and not piece.is_last
+                found[name] = value.clone() if copied else value
+            elif piece.trained in self._staying:
+                found[name] = piece.of(value)
+        return found
 
     def store(self, piece: Piece, state: State) -> dict[str, Tensor]:
         """Note that a piece was stepped; where in host memory its state's tensors belong."""
@@ -193,6 +214,8 @@ class HostState:
             if not is_kept(value):
                 if piece.is_last:
                     kept[name] = value
+            elif piece.trained in self._staying:
+                self._keep(piece, kept, name, value)
             elif not isinstance(kept.get(name), Tensor):
                 if on_disk:
                     kept[name] = self._stand_in(piece.trained, name)
@@ -202,9 +225,21 @@ class HostState:
         self._moved.add(piece.trained)
         if piece.is_last:
             self._complete.add(piece.trained)
-        if on_disk:
+        if on_disk or piece.trained in self._staying:
             return {}
         return {name: piece.of(kept[name]) for name, value in state.items() if is_kept(value)}
+
+    def _keep(self, piece: Piece, kept: State, name: str, value: Tensor) -> None:
+        """Have a piece of state that stays in its place on the GPU, if it was not stepped there."""
+        device = piece.trained.leaf.device
+        if not isinstance(kept.get(name), Tensor):
+            if piece.is_whole and value.device == device:
+                kept[name] = value
+                return
+            kept[name] = gpu_like(piece.trained.like, device, value.dtype)
+        elsewhere = value.untyped_storage()._cdata != kept[name].untyped_storage()._cdata
+        if elsewhere and value.device == device:
+            piece.of(kept[name]).copy_(value)
 
     def _room(self, piece: Piece, name: str, value: Tensor) -> Tensor:
         reserved = self._reserved.pop((piece.trained, name), None)

@@ -108,13 +108,14 @@ class StreamedStep:
                 given.pop(piece).to(dtype) for piece, dtype in zip(pieces, dtypes, strict=True)
             ]
             scale(scaled, coefficient)
+            # Masters and weights that came, or those that are here: the owned one is the master.
             tensors = [
-                visit.stepped[piece] if piece in visit.stepped else piece.of(piece.trained.leaf)
+                visit.stepped[piece] if piece in visit.stepped else piece.of(piece.trained.owned)
                 for piece in pieces
             ]
             for tensor, gradient in zip(tensors, scaled, strict=True):
                 tensor.grad = gradient
-            before = [{**self._parts.state.scalars(p), **visit.state.pop(p)} for p in pieces]
+            before = [{**self._parts.state.on_gpu(p), **visit.state.pop(p)} for p in pieces]
             after = self._twin.step(groups[group], tensors, before)
             del before
             for piece, tensor, state in zip(pieces, tensors, after, strict=True):
@@ -132,7 +133,8 @@ class StreamedStep:
         for piece, tensor in stepped.items():
             trained = piece.trained
             if trained.has_master:
-                pairs.append((tensor, piece.of(self._parts.masters[trained])))
+                if trained in self._parts.masters:
+                    pairs.append((tensor, piece.of(self._parts.masters[trained])))
                 if trained.away is None:
                     piece.of(trained.leaf).copy_(tensor)
                 self._parts.rounded(trained.owned)
@@ -152,7 +154,7 @@ class StreamedStep:
 
     def _home(self, trained: Trained) -> Tensor | None:
         """What of a parameter is on the host and is stepped: its master, or its weights."""
-        return self._parts.masters.get(trained, trained.away)
+        return self._parts.masters.get(trained) if trained.has_master else trained.away
 
     def release(self, most: int = 0) -> None:
         """Wait for the buckets on their way to the host, but for the last `most`."""
