@@ -63,22 +63,32 @@ def refine(
         # Those that forward needs first have the least time to come.
         fewer = [away[math.ceil(part * len(away)) :] for part in PARTS]
         best = _climb(best, [_setting(weights_away=paths) for paths in fewer], attempt)
-    # An embedding is done last in backward, all at once: its state would have nobody to hide it.
-    shares = [math.ceil(share * 1000) / 1000 for share in (first, *PARTS) if first <= share < 1]
-    staying = dict.fromkeys(shares)
-    best = _climb(best, [_setting(gpu_share=share) for share in staying], attempt)
-    best = _come_early(best, attempt)
+    best = _come_early(_let_stay(best, attempt, first), attempt)
     if host_steps:
         # Late: how fast the host is beside all else is what is known least.
-        most = 1 - best.choices.gpu_share
-        shares = [share for share in SHARES if share <= most]
-        shared = _climb(best, [_setting(host_share=share) for share in shares], attempt)
-        half_more = round(shared.choices.host_share + SHARES[0] / 2, 2)
-        if half_more <= most:
-            shared = _climb(shared, [_setting(host_share=half_more)], attempt)
+        shared = _have_host_step(best, attempt)
         # What the host steps leaves room on the GPU.
         best = _come_early(shared, attempt) if shared is not best else best
     return _smaller_loss(best, attempt)
+
+
+def _let_stay(best: Tried, attempt: Attempt, first: float) -> Tried:
+    """With as much state on the GPU as makes it faster.
+
+    An embedding is done last in backward, all at once: nothing would hide that its state comes.
+    """
+    shares = [math.ceil(share * 1000) / 1000 for share in (first, *PARTS) if first <= share < 1]
+    moves = [_setting(gpu_share=share) for share in dict.fromkeys(shares)]
+    return _climb(best, moves, attempt)
+
+
+def _have_host_step(best: Tried, attempt: Attempt) -> Tried:
+    """With as much stepped by the host's cores, of what is there, as makes it faster."""
+    most = 1 - best.choices.gpu_share
+    shares = [share for share in SHARES if share <= most]
+    shared = _climb(best, [_setting(host_share=share) for share in shares], attempt)
+    half_more = round(shared.choices.host_share + SHARES[0] / 2, 2)
+    return _climb(shared, [_setting(host_share=half_more)] if half_more <= most else [], attempt)
 
 
 def _smaller_loss(best: Tried, attempt: Attempt) -> Tried:
