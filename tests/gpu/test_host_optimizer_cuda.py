@@ -81,6 +81,15 @@ def test_streamed_steps_have_the_plain_bits(name: str, links: list[CudaLink]) ->
     same_bits(on_host(name, links[0], keep_gradients=2000), plainly(name))
 
 
+@pytest.mark.parametrize("late", [(), PLACES], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_state_that_stays_changes_no_bit(
+    name: str, late: Collection[str], links: list[CudaLink]
+) -> None:
+    links.append(LateLink(late))
+    same_bits(on_host(name, links[0], keep_gradients=2000, gpu_share=0.5), plainly(name))
+
+
 def nearly_as_a_whole(one: Training, other: Training, tolerance: float = 1e-6) -> None:
     """Losses differ by no more than this part of them, and so do all weights together.
 
