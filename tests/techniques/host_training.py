@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from oomph.host.link import Link
 from oomph.techniques import streamed_step
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement, OpenSlots
+from oomph.techniques.disk_state import OpenSlots
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.streamed_weights import StreamedWeights
 
