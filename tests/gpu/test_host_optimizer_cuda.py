@@ -38,6 +38,7 @@ RECIPES = {
     "bf16, clipped": Recipe(
         device="cuda", make_optimizer=fused, clip_norm=0.3, dtype=torch.bfloat16
     ),
+    "masters": Recipe(device="cuda", make_optimizer=fused, masters=True),
     "masters, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, masters=True),
     "momentum": Recipe(
         device="cuda",

@@ -54,9 +54,9 @@ class Choices:
     host_share: float = 0.0
     """The part of all parameters whose steps the host's cores make; the GPU makes the others."""
     disk_share: float = 0.0
-    """The part of all parameters whose optimizer state waits on the disk."""
+    """The part of all parameters whose optimizer state, and masters, wait on the disk."""
     gpu_share: float = 0.0
-    """The part of all parameters whose optimizer state stays on the GPU beside one on the host."""
+    """The part of all parameters whose optimizer state, and masters, stay on the GPU beside it."""
     gradient_room: int | None = None
     """Bytes of gradients that wait on the GPU for the norm of all; the others wait on the host."""
     state_ahead: int = 4

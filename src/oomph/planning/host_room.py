@@ -1,4 +1,4 @@
-"""Room in host memory, where a plan takes more of it than there is: state goes on to the disk.
+"""Room in host memory, where a plan takes more of it than there is: some goes on to the disk.
 
 The disk is much slower than the link to the host, so no more goes there than must; what else takes
 host memory may be worth less than it costs now. How much memory a share frees is tried rather than
