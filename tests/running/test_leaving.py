@@ -93,14 +93,18 @@ MASTERS = dataclasses.replace(PLAIN, precision="bf16-mixed", weights="bf16 with 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["no clipping", "clipping"])
-@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("change", [{}, {"disk_share": 0.5}, {"weights_away": ("1", "2")}], ids=str)
 def test_masters_on_the_disk_have_the_numbers_of_what_stays(
-    share: float, clip: float | None, micro_batch: int | None, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any],
+    clip: float | None,
+    micro_batch: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
     given = job(clip_norm=clip, precision="bf16-mixed")
     stays = dataclasses.replace(MASTERS, micro_batch=micro_batch)
-    leaves = dataclasses.replace(stays, optimizer_on="host", disk_share=share)
+    on_disk = dataclasses.replace(stays, optimizer_on="host", disk_share=1.0)
+    leaves = dataclasses.replace(on_disk, **change)
     ours, theirs = trained(leaves, given, steps=5), trained(stays, given, steps=5)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
