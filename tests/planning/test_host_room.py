@@ -163,6 +163,8 @@ def test_the_report_says_how_much_of_the_state_is_on_the_disk() -> None:
     assert say_place(dataclasses.replace(AWAY, disk_share=0.4)) == (
         "state on the host, 40% of the state on the disk"
     )
+    with_masters = dataclasses.replace(AWAY, weights="bf16 with fp32 masters", disk_share=0.4)
+    assert say_place(with_masters) == "state on the host, 40% of the state and masters on the disk"
     everywhere = dataclasses.replace(SHARED, gradient_room=0, disk_share=0.07)
     assert say_place(everywhere) == (
         "state on the host, 30% stepped there, gradients too, 7% of the state on the disk"

@@ -101,6 +101,14 @@ def test_some_may_stay_in_memory(share: float, tmp_path: Path) -> None:
     same_bits(undone(on_disk("clipped", tmp_path, disk_share=share)), plainly("clipped"))
 
 
+@pytest.mark.parametrize("name", ["inside backward", "clipped"])
+def test_some_may_stay_on_the_gpu(name: str, tmp_path: Path) -> None:
+    trained = on_disk(name, tmp_path, disk_share=0.4, gpu_share=0.3)
+    kinds = {bool(master.isnan().any()) for master in masters_of(trained).values()}
+    assert kinds == {True, False}
+    same_bits(undone(trained), plainly(name))
+
+
 def test_the_host_steps_what_is_in_its_memory(tmp_path: Path) -> None:
     trained = on_disk("clipped", tmp_path, disk_share=0.4, host_share=0.3)
     nearly(undone(trained), plainly("clipped"))

@@ -15,7 +15,7 @@ from oomph.planning.audition import (
     step_effort,
     with_even_parts,
 )
-from oomph.planning.choices import KEEP, RECOMPUTE, Choices, on_the_gpu
+from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, on_the_gpu
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline
@@ -197,7 +197,8 @@ def say_place(choices: Choices) -> str:
     if (room := choices.gradient_room) is not None:
         words += f", gradients too beyond {format_bytes(room)}" if room else ", gradients too"
     if choices.disk_share:
-        words += f", {choices.disk_share:.0%} of the state on the disk"
+        what = "state and masters" if choices.weights == MASTERS else "state"
+        words += f", {choices.disk_share:.0%} of the {what} on the disk"
     return words
 
 

@@ -267,7 +267,13 @@ class Run:
         )
 
     def undo(self) -> None:
-        """Take the plan back; model and optimizer keep what they learned."""
+        """Take the plan back; model and optimizer keep what they learned.
+
+        Where host memory has no room for what the optimizer has on the disk, that is said and the
+        run can go on: it can be saved.
+        """
+        if self._undo is not None and self._stage.host is not None:
+            self._stage.host.check_undo()
         undo, self._undo = self._undo, None
         if self._prefetcher is not None:
             self._prefetcher.close()

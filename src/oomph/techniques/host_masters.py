@@ -1,14 +1,15 @@
 """fp32 masters on the host, while the optimizer's own parameters show them.
 
 A master waits in host memory, or on the disk where its parameter's state does (`DiskState`); where
-that stays on the GPU, the master does as well, and nothing below is said of it. From
-`hide` to `show` a parameter of the optimizer is a tensor on the GPU, where a gradient arrives,
-though nothing is in it. At other times it is the master, or a stand-in for one that is on the disk,
-which has its numbers from `show_numbers` on.
+that stays on the GPU, the master does as well, and nothing below is said of it. From `hide` to
+`show` a parameter of the optimizer is a tensor on the GPU, where a gradient arrives, though nothing
+is in it. At other times it is the master, or a stand-in for one that is on the disk, which has its
+numbers from `show_numbers` on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -74,7 +75,7 @@ class HostMasters:
             self._write(trained, trained.owned)
         for trained in self._moved.values():
             leaf = trained.leaf
-            nothing = torch.zeros((), dtype=trained.owned.dtype, device=leaf.device)
+            nothing = torch.full((), math.nan, dtype=trained.owned.dtype, device=leaf.device)
             trained.owned.data = nothing.expand(leaf.shape)
         self._are_hidden = True
 

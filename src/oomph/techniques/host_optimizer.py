@@ -279,10 +279,13 @@ class HostOptimizer:
     def _show_all(self) -> None:
         self.settle()
         if self._disk is not None and self._shows_disk:
-            needed = self._state.hidden_bytes + self._host_masters.hidden_bytes
-            check_host_memory(needed, "showing what the optimizer has on the disk")
+            self._check_room("showing what the optimizer has on the disk")
             self._state.show()
             self._host_masters.show_numbers()
+
+    def _check_room(self, what: str) -> None:
+        """Refuse to bring more from the disk than host memory has room for."""
+        check_host_memory(self._state.hidden_bytes + self._host_masters.hidden_bytes, what)
 
     def abandon(self) -> None:
         """Drop the gradients of a batch that is not to be stepped; a step under way goes on."""
@@ -293,6 +296,11 @@ class HostOptimizer:
         for trained in self._trained:
             trained.owned.grad = trained.leaf.grad = None
         self._begin_batch()
+
+    def check_undo(self) -> None:
+        """Refuse, before anything is undone, to bring back what host memory has no room for."""
+        if self._disk is not None and any(self._home_of(t).type == "cpu" for t in self._trained):
+            self._check_room("undoing what keeps the optimizer on the disk (saving it does not)")
 
     def undo(self) -> None:
         """State and masters are where the plain optimizer has them; to be called before `weights`'.
