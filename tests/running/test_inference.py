@@ -6,15 +6,21 @@ import copy
 import dataclasses
 import functools
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import BadInput, DoesNotFit
+from oomph.errors import BadInput, DiskFull, DoesNotFit, HostMemoryFull, HostTooSmall
+from oomph.host import limits
+from oomph.host.limits import HostLimits
 from oomph.job import Job
+from oomph.rehearsal.slots import DISK_READ
+from oomph.running import inference
 from oomph.running.inference import InferencePlan, apply_inference, plan_inference
+from oomph.techniques.cold_weights import BUFFERS
 from oomph.units import GIB
 
 WIDTH, LAYERS = 8192, 12
@@ -40,9 +46,10 @@ def make_net(width: int = WIDTH) -> nn.Module:
 
 
 @functools.cache
-def planned(budget: float) -> InferencePlan:
+def planned(budget: float, host: float | None = None) -> InferencePlan:
     job = Job(make_net, None, None, lambda: torch.zeros(2, 4))
-    return plan_inference(job, gpu="rtx-4090", budget=int(budget * GIB))
+    memory = None if host is None else int(host * GIB)
+    return plan_inference(job, gpu="rtx-4090", budget=int(budget * GIB), host=memory)
 
 
 def test_what_fits_stays_on_the_gpu() -> None:
@@ -74,6 +81,64 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_would_do() -> None:
     with pytest.raises(DoesNotFit, match="12 of its 12 blocks") as refused:
         planned(1)
     assert len(planned(refused.value.smallest / GIB).streamed) == LAYERS
+
+
+# 11 of the 12 blocks are streamed, which takes 2.75 GiB of host memory.
+TIGHT = 2.0
+
+
+@pytest.mark.parametrize("host", [None, 2.75, 100.0])
+def test_with_host_memory_for_all_nothing_is_on_the_disk(host: float | None) -> None:
+    plan = planned(TIGHT, host)
+    assert (plan.on_disk, plan.disk_bytes) == ((), 0)
+    assert plan.host_bytes == len(plan.streamed) * BLOCK == 2.75 * GIB
+    assert plan == dataclasses.replace(planned(TIGHT), estimate=plan.estimate)
+
+
+@pytest.mark.parametrize("host", [2.7, 2.5, 1.9, 1.25, 1.0])
+def test_as_few_blocks_are_on_the_disk_as_host_memory_asks_for(host: float) -> None:
+    everything, plan = planned(TIGHT), planned(TIGHT, host)
+    cold = len(plan.on_disk)
+    assert plan.streamed == everything.streamed
+    assert plan.disk_bytes == cold * BLOCK
+    # The ring of buffers, and the block that is on its way to the disk, are in host memory, too.
+    assert plan.host_bytes == (len(plan.streamed) - cold + BUFFERS + 1) * BLOCK
+    assert host * GIB - BLOCK < plan.host_bytes <= host * GIB
+    assert plan.estimate.peak == everything.estimate.peak
+    on_disk = [plan.streamed.index(path) for path in plan.on_disk]
+    gaps = {after - before for before, after in itertools.pairwise(on_disk)}
+    assert on_disk[0] == 0
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_a_forward_takes_as_long_as_the_disk() -> None:
+    plan = planned(TIGHT, 1.9)
+    assert plan.forward_seconds == pytest.approx(plan.disk_bytes / DISK_READ, rel=0.05)
+    assert plan.forward_seconds > 2 * planned(TIGHT).forward_seconds
+
+
+def test_host_memory_that_is_too_small_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(HostTooSmall, match="11 of its 11 streamed blocks on the disk") as refused:
+        planned(TIGHT, 0.5)
+    assert refused.value.missing == GIB // 2
+    enough = planned(TIGHT, 0.5 + refused.value.missing / GIB)
+    assert enough.on_disk == enough.streamed
+    assert planned(refused.value.smallest / GIB, 0.5).streamed == ()
+
+
+def test_the_host_memory_of_another_machine_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = HostLimits(memory=0, memory_limit="this machine", lockable=None)
+    job = Job(make_net, None, None, lambda: torch.zeros(2, 4))
+    plan = functools.partial(plan_inference, job, budget=int(TIGHT * GIB))
+    monkeypatch.setattr("oomph.running.run.host_limits", lambda: nothing)
+    assert plan(gpu="rtx-4090").on_disk == ()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    with pytest.raises(HostTooSmall):
+        plan(gpu="rtx-4090")
+    assert plan(gpu="rtx-3090").on_disk == ()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A card of the future")
+    assert plan(gpu="rtx-4090").on_disk == ()
 
 
 def small_plan(**changes: Any) -> InferencePlan:
@@ -126,3 +191,83 @@ def test_a_plan_of_another_model_is_refused() -> None:
     job = Job(nn.Linear(4, 4), None, None, torch.zeros(2, 4))
     with pytest.raises(BadInput, match=r"1\.0, which Linear has not"):
         apply_inference(small_plan(), job, device="cpu")
+
+
+# --- Weights on the disk --------------------------------------------------------------------------
+
+
+def cold_plan(**changes: Any) -> InferencePlan:
+    plan = dataclasses.replace(planned(TIGHT, 1.9), disk_bytes=1000, **changes)
+    assert BUFFERS < len(plan.on_disk) < len(plan.streamed)
+    return plan
+
+
+def small_job() -> tuple[nn.Module, Job]:
+    net = make_net(16)
+    return net, Job(net, None, None, torch.zeros(2, 4))
+
+
+def test_outputs_are_those_of_the_plain_model_with_weights_on_the_disk(tmp_path: Path) -> None:
+    net, job = small_job()
+    plain = copy.deepcopy(net).eval()
+    batch = torch.randn(3, 4)
+    with torch.no_grad():
+        expected = plain(batch)
+    with apply_inference(cold_plan(), job, device="cpu", disk=tmp_path) as run:
+        for _ in range(3):
+            assert torch.equal(run(batch), expected)
+        state = run.model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(map(torch.equal, net.parameters(), plain.parameters()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, job = small_job()
+    before = [parameter.data_ptr() for parameter in net.parameters()]
+    with pytest.raises(BadInput, match="nowhere"):
+        apply_inference(cold_plan(), job, device="cpu", disk=tmp_path / "nowhere")
+    monkeypatch.setattr(limits, "free_disk", lambda folder: 999)
+    with pytest.raises(DiskFull) as full:
+        apply_inference(cold_plan(), job, device="cpu", disk=tmp_path)
+    assert full.value.missing == 1
+    assert [parameter.data_ptr() for parameter in net.parameters()] == before
+
+
+def test_files_in_memory_count_as_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make_net(16).to("meta")  # nothing of it is in host memory yet
+    plan = cold_plan()
+
+    def to_take(*, disk_is_memory: bool) -> int:
+        found = HostLimits(
+            memory=0, memory_limit="this machine", lockable=None, disk_is_memory=disk_is_memory
+        )
+        monkeypatch.setattr(inference, "host_limits", lambda folder: found)
+        return inference._host_bytes_to_take(net, plan, tmp_path)
+
+    block = 4 * 16 * 16
+    more = to_take(disk_is_memory=True) - to_take(disk_is_memory=False)
+    assert more == len(plan.on_disk) * block
+
+
+def test_an_undo_without_host_memory_changes_nothing_and_can_be_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, job = small_job()
+    batch = torch.randn(3, 4)
+    with torch.no_grad():
+        expected = copy.deepcopy(net).eval()(batch)
+    run = apply_inference(cold_plan(), job, device="cpu", disk=tmp_path)
+    tiny = HostLimits(memory=100, memory_limit="a small machine", lockable=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "host_limits", lambda *_: tiny)
+        with pytest.raises(HostMemoryFull):
+            run.undo()
+    assert torch.equal(run(batch), expected)
+    run.undo()
+    with torch.no_grad():
+        assert torch.equal(net.eval()(batch), expected)

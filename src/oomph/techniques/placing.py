@@ -1,4 +1,5 @@
-"""Weights where they wait and compute: those of some blocks on the host, all others on the GPU.
+"""Weights where they wait and compute: those of some blocks on the host or on the disk, all others
+on the GPU.
 
 A model that was built on the host is then never on the GPU as a whole, and no two copies of it are
 on the host: blocks go to their memory one after the other, the rest one parameter at a time. With
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.host.link import Link
+from oomph.techniques.cold_weights import OnDisk
 from oomph.techniques.streamed_weights import StreamedWeights
 from oomph.techniques.technique import Undo
 
@@ -25,7 +27,7 @@ from oomph.techniques.technique import Undo
 class PlacedWeights:
     """A model that computes on `device`, with the weights of the blocks `away` on the host.
 
-    `ahead` and `wraps` are as for `StreamedWeights`.
+    `ahead`, `wraps` and `on_disk` are as for `StreamedWeights`.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class PlacedWeights:
         device: torch.device,
         ahead: int = 1,
         wraps: bool = True,
+        on_disk: OnDisk | None = None,
     ) -> None:
         self._homes: dict[Tensor, torch.device] = {p: p.device for p in model.parameters()}
         #: Those that are away; None where all are on the device.
@@ -45,7 +48,7 @@ class PlacedWeights:
         with contextlib.ExitStack() as undos:
             if away:
                 self.streamed = StreamedWeights(
-                    model, away, link, ahead=ahead, device=device, wraps=wraps
+                    model, away, link, ahead=ahead, device=device, wraps=wraps, on_disk=on_disk
                 )
                 undos.callback(self.streamed.undo)
                 streamed = set(self.streamed.parameters)
@@ -58,6 +61,8 @@ class PlacedWeights:
 
     def undo(self) -> None:
         """Every weight is where it was before, with the numbers that it has now."""
+        if self.streamed is not None:
+            self.streamed.undo()  # before all else: it may be refused, and asked for again
         self._undos.close()
 
 
