@@ -5,17 +5,31 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
+import operator
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from oomph.errors import BadInput, DiskFull, DoesNotFit, HostMemoryFull, HostTooSmall
+from oomph.errors import (
+    BadInput,
+    DiskFull,
+    DoesNotFit,
+    HostMemoryFull,
+    HostTooSmall,
+    WrongCheckpoint,
+)
+from oomph.gpus import find_gpu
 from oomph.host import limits
 from oomph.host.limits import HostLimits
+from oomph.host.link import InstantLink
 from oomph.job import Job
 from oomph.rehearsal.slots import DISK_READ
 from oomph.running import inference
@@ -271,3 +285,113 @@ def test_an_undo_without_host_memory_changes_nothing_and_can_be_asked_for_again(
     run.undo()
     with torch.no_grad():
         assert torch.equal(net.eval()(batch), expected)
+
+
+# --- Models that have no room on the host ---------------------------------------------------------
+
+
+def small_net() -> nn.Module:
+    return make_net(16)
+
+
+def on_meta(width: int = 16) -> nn.Module:
+    with torch.device("meta"):
+        return make_net(width)
+
+
+PLANS = {"the device": lambda: planned(6), "the host": small_plan, "the disk": cold_plan}
+#: What a job has as its model.
+MODELS: dict[str, Callable[[], Any]] = {
+    "a model on the meta device": on_meta,
+    "a function that builds it there": lambda: on_meta,
+    "a function that builds it as ever": lambda: small_net,
+}
+
+
+def saved(folder: Path) -> nn.Module:
+    """A plain model, whose weights are in a file of a folder as well."""
+    plain = small_net().eval()
+    save_file(plain.state_dict(), folder / "model.safetensors")
+    return plain
+
+
+@pytest.mark.parametrize("where", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_without_numbers_has_those_of_a_checkpoint(
+    model: str, where: str, tmp_path: Path
+) -> None:
+    plain = saved(tmp_path)
+    batch = torch.randn(3, 4)
+    with torch.no_grad():
+        expected = plain(batch)
+    job = Job(MODELS[model](), None, None, torch.zeros(2, 4))
+    run = apply_inference(PLANS[where](), job, device="cpu", disk=tmp_path, checkpoint=tmp_path)
+    for _ in range(3):
+        assert torch.equal(run(batch), expected)
+    state = run.model.state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    run.undo()
+    assert all(parameter.is_meta for parameter in run.model.parameters())
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_model_without_numbers_is_planned_as_one_with() -> None:
+    job = Job(on_meta(WIDTH), None, None, lambda: torch.zeros(2, 4))
+    plan = plan_inference(job, gpu="rtx-4090", budget=int(TIGHT * GIB), host=int(1.9 * GIB))
+    expected = planned(TIGHT, 1.9)
+    assert plan.estimate.peak == expected.estimate.peak
+    assert plan == dataclasses.replace(expected, estimate=plan.estimate)
+
+
+def test_a_model_and_a_checkpoint_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    net = make_net(16)
+    apply = functools.partial(apply_inference, cold_plan(), device="cpu", disk=tmp_path)
+    with pytest.raises(BadInput, match="name the checkpoint that has them"):
+        apply(Job(on_meta(), None, None, torch.zeros(2, 4)))
+    with pytest.raises(BadInput, match=r"0\.weight has numbers of its own"):
+        apply(Job(net, None, None, torch.zeros(2, 4)), checkpoint=tmp_path)
+    other = on_meta(17)
+    before = list(other.parameters())
+    with pytest.raises(WrongCheckpoint, match=r"0\.weight is \[16, 4\] in .*, and \[17, 4\]"):
+        apply(Job(other, None, None, torch.zeros(2, 4)), checkpoint=tmp_path)
+    assert all(map(operator.is_, other.parameters(), before))
+
+
+class Host(InstantLink):
+    """Knows the host memory that was taken and is still in use, and the most there ever was."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        memory = super().host_memory(nbytes)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(memory.untyped_storage(), self._freed, nbytes)
+        return memory
+
+    def _freed(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("on_disk", [0, 4, 8, 10])
+def test_host_memory_is_what_was_planned(
+    on_disk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    host = Host()
+    monkeypatch.setattr(inference, "open_link", lambda _: host)
+    job = Job(small_net, None, None, torch.zeros(2, 4))
+    plan, _ = inference._rehearsed(job, find_gpu("rtx-4090"), GIB, 1, 10, on_disk)
+    with apply_inference(plan, job, device="cpu", disk=tmp_path, checkpoint=tmp_path) as run:
+        block = plan.host_bytes // (10 - on_disk + (BUFFERS + 1 if on_disk else 0))
+        # While blocks go to the disk, those that stay on the host have not come yet.
+        staying = (10 - on_disk + (BUFFERS if on_disk else 0)) * block
+        assert host.most == max(staying, (BUFFERS + 1) * block if on_disk else 0)
+        run(torch.zeros(2, 4))
+        assert host.now == staying <= plan.host_bytes
+    del run
+    gc.collect()
+    assert host.now == 0

@@ -37,11 +37,20 @@ from oomph.rehearsal.phases import fake_actors
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.slots import RehearsedSlots
 from oomph.rehearsal.world import pretend
+from oomph.running.empty_model import (
+    check_buffers,
+    faked,
+    has_no_numbers,
+    parameters_without_numbers,
+    read_instead,
+)
 from oomph.running.run import free_host_memory
+from oomph.running.weight_files import WeightFiles
 from oomph.techniques.autocast import autocast, use_tf32
 from oomph.techniques.cold_weights import BUFFERS, OnDisk
 from oomph.techniques.micro_batch import in_evaluation
-from oomph.techniques.placing import PlacedWeights, move_model
+from oomph.techniques.placing import PlacedWeights
+from oomph.techniques.streamed_weights import Source
 from oomph.timing.clock import Clock
 from oomph.units import format_bytes, parse_bytes
 
@@ -84,9 +93,9 @@ class InferenceRun:
         device: torch.device,
         ahead: int = 1,
         on_disk: OnDisk | None = None,
+        files: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         self.model = model
-        self._placed: PlacedWeights | None = None
         self._job = job
         self._device = device
         with contextlib.ExitStack() as undos:
@@ -94,13 +103,20 @@ class InferenceRun:
             if job.precision == "tf32":
                 undos.callback(use_tf32())
             undos.enter_context(in_evaluation(model))
-            if streamed:
-                self._placed = PlacedWeights(
-                    model, streamed, link, device=device, ahead=ahead, on_disk=on_disk
-                )
-                undos.callback(self._placed.undo)
-            else:
-                undos.callback(move_model(model, device))
+            source: Source | None = None
+            if files is not None:
+                source, undo = read_instead(model, files)
+                undos.callback(undo)
+            self._placed = PlacedWeights(
+                model,
+                streamed,
+                link,
+                device=device,
+                ahead=ahead,
+                on_disk=on_disk,
+                source=source,
+            )
+            undos.callback(self._placed.undo)
             self._undos = undos.pop_all()
 
     def __call__(self, batch: Any) -> Any:
@@ -122,8 +138,7 @@ class InferenceRun:
 
         `HostMemoryFull` where that has no room for what is on the disk: then nothing has changed.
         """
-        if self._placed is not None:
-            self._placed.undo()
+        self._placed.undo()
         self._undos.close()
 
     def __enter__(self) -> InferenceRun:
@@ -154,6 +169,8 @@ def plan_inference(
     """
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     limit = parse_bytes(budget) if budget is not None else card.memory
+    if isinstance(job.model, nn.Module) and has_no_numbers(job.model):
+        job = dataclasses.replace(job, model=functools.partial(faked, job.model))
     rehearsed = functools.partial(_rehearsed, job, card, limit, ahead)
     as_it_is, blocks = rehearsed(0, 0)
     if as_it_is.estimate.fits:
@@ -223,7 +240,10 @@ def _free_beside(card: GPU, job: Job) -> int | None:
         here = find_gpu(torch.cuda.get_device_name())
     except UnknownName:
         return None
-    return free_host_memory(job.model, torch.device("cuda")) if here.name == card.name else None
+    if here.name != card.name:
+        return None
+    on_host = None if has_no_numbers(job.model) else job.model
+    return free_host_memory(on_host, torch.device("cuda"))
 
 
 def apply_inference(
@@ -232,19 +252,27 @@ def apply_inference(
     *,
     device: str | torch.device | None = None,
     disk: str | Path | None = None,
+    checkpoint: str | Path | None = None,
 ) -> InferenceRun:
     """Place the weights of the job's own model as planned, on the GPU where there is one.
 
     A model that does not fit the GPU is given on the CPU, or as a function that builds it there.
     What the plan has on the disk goes to that of the folder `disk`, by default that of $TMPDIR or
     else of /var/tmp.
+
+    A model that does not fit the host is given as a function, or on the meta device, with its
+    weights in a `checkpoint`: a safetensors file, or a folder with one or with shards and their
+    index. They are read one at a time and go where they belong; undone, the model has none.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     target = torch.device(device)
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
-    model = build_model(dataclasses.replace(job, checkpointing="none"))
+    without = parameters_without_numbers() if checkpoint is not None else contextlib.nullcontext()
+    with without:
+        model = build_model(dataclasses.replace(job, checkpointing="none"))
+    files = _numbers_for(model, Path(checkpoint) if checkpoint is not None else None)
     missing = [path for path in plan.streamed if path not in dict(model.named_modules())]
     if missing:
         raise BadInput(f"the plan streams {missing[0]}, which {type(model).__name__} has not")
@@ -265,7 +293,27 @@ def apply_inference(
         device=target,
         ahead=plan.ahead,
         on_disk=OnDisk(blocks=plan.on_disk, open_slots=open_slots),
+        files=files,
     )
+
+
+def _numbers_for(model: nn.Module, checkpoint: Path | None) -> dict[Tensor, Tensor] | None:
+    """What a model's weights are to be, where it has none; refuses what does not fit together."""
+    if checkpoint is None:
+        if has_no_numbers(model):
+            raise BadInput(
+                f"weights of this {type(model).__name__} are on the meta device, without numbers:"
+                " name the checkpoint that has them"
+            )
+        return None
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise BadInput(
+                f"{name} has numbers of its own: build the model on the meta device, or give no"
+                " checkpoint"
+            )
+    check_buffers(model)
+    return WeightFiles(checkpoint).match(model)
 
 
 def _rehearsed(

@@ -56,6 +56,8 @@ from oomph.techniques.weight_blocks import (
 
 #: Whether the host's numbers of these parameters may be read; the flag says that a block runs now.
 MayRead = Callable[[Sequence[nn.Parameter], bool], bool]
+#: The numbers of parameters that are stand-ins for those in a file.
+Source = Callable[[nn.Parameter], Tensor]
 
 
 class _Phase(Enum):
@@ -73,6 +75,8 @@ class StreamedWeights:
     outside of the blocks stays where it is; one that several blocks use comes with each of them.
     With `wraps` the blocks ask for their weights at once; else from when `wrap` is called on. Those
     of the blocks in `on_disk` are there instead of on the host, but for what other blocks use too.
+    With a `source` the parameters hold no numbers themselves, and will hold none when this is
+    undone: it gives those that a parameter is to have.
     """
 
     def __init__(
@@ -85,11 +89,13 @@ class StreamedWeights:
         device: torch.device | None = None,
         wraps: bool = True,
         on_disk: OnDisk | None = None,
+        source: Source | None = None,
     ) -> None:
         if ahead < 0:
             raise BadInput(f"blocks come ahead of the one that runs, not {ahead}")
         modules = find_blocks(model, blocks)
         self._link = link
+        self._source = source
         self._most = 1 + ahead
         self._units: list[Unit] = []
         #: By parameter: the units that it is a part of.
@@ -258,8 +264,7 @@ class StreamedWeights:
         self.settle()
         with _plainly():
             # All of them first: where memory runs out, nothing has changed yet.
-            back = {parameter: self._brought_back(parameter) for parameter in self._hosts}
-            back |= self._back_from_disk()
+            back = self._all_brought_back() if self._source is None else {}
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -313,7 +318,7 @@ class StreamedWeights:
         place = Place.of(parameter, 0)
         self._apart[parameter] = self._link.host_memory(place.nbytes)
         there = place.view(self._apart[parameter])
-        self._link.to_host(parameter.detach(), there).finish()
+        self._link.to_host(self._given(parameter), there).finish()
         self._hosts[parameter], self._origins[parameter] = there, parameter.device
         self._hide(parameter)
 
@@ -335,7 +340,7 @@ class StreamedWeights:
         copies: list[Copy] = []
         try:
             for parameter, target in there.items():
-                copies.append(self._link.to_host(parameter.detach(), target))
+                copies.append(self._link.to_host(self._given(parameter), target))
         finally:
             for copy in copies:
                 copy.finish()
@@ -361,6 +366,10 @@ class StreamedWeights:
         for parameter in places:
             self._using.setdefault(parameter, []).append(unit)
             self._hide(parameter)
+
+    def _given(self, parameter: nn.Parameter) -> Tensor:
+        """The numbers that a parameter is to have."""
+        return parameter.detach() if self._source is None else self._source(parameter)
 
     def _bytes_on_host(self, parameter: nn.Parameter) -> Tensor:
         """Those of a weight that is on the host already."""
@@ -446,6 +455,10 @@ class StreamedWeights:
             saved.module.register_state_dict_pre_hook(before),
             saved.module.register_state_dict_post_hook(after),
         ]
+
+    def _all_brought_back(self) -> dict[nn.Parameter, Tensor]:
+        back = {parameter: self._brought_back(parameter) for parameter in self._hosts}
+        return back | self._back_from_disk()
 
     def _back_from_disk(self) -> dict[nn.Parameter, Tensor]:
         """The numbers that are on the disk, where they were before."""
