@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from late_link import CUDA, PLACES, LateLink, poison
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -357,3 +359,23 @@ def test_a_model_of_the_host_runs_on_the_card_with_blocks_on_the_disk(tmp_path: 
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         del run
     assert torch.equal(Net(width=2048).blocks[4].up.weight, model.blocks[4].up.weight)
+
+
+def test_a_model_of_a_checkpoint_runs_on_the_card_from_host_and_disk(tmp_path: Path) -> None:
+    plain = Net(width=2048)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    del state["blocks.3.up.weight"]  # that of the first block
+    save_file(state, tmp_path / "model.safetensors")
+    batch = torch.randn(4, 2048)
+    expected = plain.to(CUDA).eval()(batch.to(CUDA)).detach().cpu()
+    del plain, state
+    job = Job(functools.partial(Net, width=2048), None, None, batch)
+    plan = plan_inference(job, gpu=torch.cuda.get_device_name(CUDA))
+    plan = dataclasses.replace(plan, streamed=tuple(BLOCKS), on_disk=tuple(BLOCKS[1:]))
+    with memory_back():
+        run = apply_inference(plan, job, disk=tmp_path, checkpoint=tmp_path)
+        for _ in range(3):
+            assert torch.equal(run(batch).cpu(), expected)
+        assert run.model.first.weight.device == CUDA
+        run.undo()
+        assert all(parameter.is_meta for parameter in run.model.parameters())

@@ -34,6 +34,7 @@ from oomph.job import Job
 from oomph.rehearsal.slots import DISK_READ
 from oomph.running import inference
 from oomph.running.inference import InferencePlan, apply_inference, plan_inference
+from oomph.running.weight_files import WeightFiles
 from oomph.techniques.cold_weights import BUFFERS
 from oomph.units import GIB
 
@@ -395,3 +396,57 @@ def test_host_memory_is_what_was_planned(
     del run
     gc.collect()
     assert host.now == 0
+
+
+def test_a_tied_model_of_transformers_generates_from_its_shards(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    layers = tuple(f"model.layers.{at}" for at in range(6))
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=len(layers),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    prompt = torch.randint(32, (2, 5))
+
+    def generate(model: Any) -> Tensor:
+        tokens: Tensor = model.generate(
+            prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        return tokens
+
+    job = Job(lambda: transformers.LlamaForCausalLM(config), None, None, {"input_ids": prompt})
+    plan = dataclasses.replace(cold_plan(), streamed=layers, on_disk=layers[1:])
+    with apply_inference(plan, job, device="cpu", disk=tmp_path, checkpoint=tmp_path) as run:
+        assert torch.equal(generate(run.model), generate(plain))
+        with torch.no_grad():
+            assert torch.equal(run({"input_ids": prompt}).logits, plain(prompt).logits)
+        head, embedding = run.model.lm_head.weight, run.model.model.embed_tokens.weight
+        assert head is embedding
+
+
+def test_the_files_of_a_checkpoint_are_let_go_when_all_is_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    mapped: list[weakref.ref[Any]] = []
+    match = WeightFiles.match
+
+    def watch(files: WeightFiles, model: nn.Module) -> dict[Tensor, Tensor]:
+        found = match(files, model)
+        mapped.extend(weakref.ref(tensor.untyped_storage()) for tensor in found.values())
+        return found
+
+    monkeypatch.setattr(WeightFiles, "match", watch)
+    job = Job(small_net, None, None, torch.zeros(2, 4))
+    with apply_inference(cold_plan(), job, device="cpu", disk=tmp_path, checkpoint=tmp_path):
+        gc.collect()
+        assert mapped
+        assert [storage for storage in mapped if storage() is not None] == []

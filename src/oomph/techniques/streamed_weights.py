@@ -96,6 +96,7 @@ class StreamedWeights:
         modules = find_blocks(model, blocks)
         self._link = link
         self._source = source
+        self._brings_back = source is None
         self._most = 1 + ahead
         self._units: list[Unit] = []
         #: By parameter: the units that it is a part of.
@@ -138,6 +139,7 @@ class StreamedWeights:
                         self._move_out(path, module, streamed)
             numbers = {path: number for number, path in enumerate(modules)}
             self._units.sort(key=lambda unit: numbers[unit.path])
+            self._source = None  # it may keep files open
             self._add_hooks(model)
             if wraps:
                 self.wrap()
@@ -264,7 +266,7 @@ class StreamedWeights:
         self.settle()
         with _plainly():
             # All of them first: where memory runs out, nothing has changed yet.
-            back = self._all_brought_back() if self._source is None else {}
+            back = self._all_brought_back() if self._brings_back else self._all_empty()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -459,6 +461,13 @@ class StreamedWeights:
     def _all_brought_back(self) -> dict[nn.Parameter, Tensor]:
         back = {parameter: self._brought_back(parameter) for parameter in self._hosts}
         return back | self._back_from_disk()
+
+    def _all_empty(self) -> dict[nn.Parameter, Tensor]:
+        """Stand-ins as they were, without numbers."""
+        return {
+            parameter: torch.zeros((), dtype=parameter.dtype, device=origin).expand(parameter.shape)
+            for parameter, origin in self._origins.items()
+        }
 
     def _back_from_disk(self) -> dict[nn.Parameter, Tensor]:
         """The numbers that are on the disk, where they were before."""
