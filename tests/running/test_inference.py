@@ -377,6 +377,32 @@ class Host(InstantLink):
         self.now -= nbytes
 
 
+def tied_net() -> nn.Module:
+    """Two of its blocks share a weight."""
+    net = small_net()
+    net[1][1].linear.weight = net[1][0].linear.weight
+    return net
+
+
+def test_a_weight_that_blocks_share_is_planned_to_stay_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host()
+    monkeypatch.setattr(inference, "open_link", lambda _: host)
+    job = Job(tied_net, None, None, torch.zeros(2, 4))
+    plan, _ = inference._rehearsed(job, find_gpu("rtx-4090"), GIB, 1, LAYERS, LAYERS)
+    batch, block = torch.randn(3, 4), 4 * 16 * 16
+    assert plan.disk_bytes == (LAYERS - 2) * block
+    assert plan.host_bytes == (1 + BUFFERS + 1) * block
+    with torch.no_grad():
+        expected = tied_net().eval()(batch)
+    with apply_inference(plan, job, device="cpu", disk=tmp_path) as run:
+        assert host.now == (1 + BUFFERS) * block
+        assert host.most <= plan.host_bytes
+        for _ in range(2):
+            assert torch.equal(run(batch), expected)
+
+
 @pytest.mark.parametrize("on_disk", [0, 4, 8, 10])
 def test_host_memory_is_what_was_planned(
     on_disk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

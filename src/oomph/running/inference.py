@@ -240,10 +240,7 @@ def _free_beside(card: GPU, job: Job) -> int | None:
         here = find_gpu(torch.cuda.get_device_name())
     except UnknownName:
         return None
-    if here.name != card.name:
-        return None
-    on_host = None if has_no_numbers(job.model) else job.model
-    return free_host_memory(on_host, torch.device("cuda"))
+    return free_host_memory(job.model, torch.device("cuda")) if here.name == card.name else None
 
 
 def apply_inference(

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from oomph.errors import BadInput
 from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy
 from oomph.host.slots import SlotStore
@@ -47,6 +50,8 @@ class ColdWeights:
             raise
         #: Those that will be got next, as the store was told.
         self._announced: deque[str] = deque()
+        #: Blocks that are being saved, read once for all of their parameters.
+        self.saving: dict[str, Tensor] = {}
 
     def __contains__(self, path: object) -> bool:
         return path in self.sizes
@@ -68,9 +73,26 @@ class ColdWeights:
     def read(self, path: str) -> Tensor:
         """A block's bytes, in host memory of their own."""
         check_host_memory(self.sizes[path], f"reading the weights of {path} from the disk")
-        memory = torch.empty(self.sizes[path], dtype=torch.uint8)
+        with torch.inference_mode(False):  # it may outlive that
+            memory = torch.empty(self.sizes[path], dtype=torch.uint8)
         self._store.get(self._slots[path], memory).finish()
         return memory
+
+    def read_once_when_saved(self, path: str, block: nn.Module) -> list[RemovableHandle]:
+        """Have a block read once, in `saving`, while the state of it as a whole is gathered."""
+
+        def before(module: nn.Module, *_: Any) -> None:
+            if module is block:
+                self.saving[path] = self.read(path)
+
+        def after(module: nn.Module, *_: Any) -> None:
+            if module is block:
+                self.saving.pop(path, None)
+
+        return [
+            block.register_state_dict_pre_hook(before),
+            block.register_state_dict_post_hook(after),
+        ]
 
     def close(self) -> None:
         """Give the room on the disk and the buffers back."""
@@ -79,3 +101,17 @@ class ColdWeights:
     def _announce(self, paths: Sequence[str]) -> None:
         self._announced = deque(paths)
         self._store.announce([self._slots[path] for path in paths])
+
+
+def refuse_to_load(owner: nn.Module) -> RemovableHandle:
+    """Let nothing be loaded into a module with weights on the disk, not even a part."""
+
+    def before_load(module: nn.Module, *_: Any) -> None:
+        if module is owner:
+            raise BadInput(
+                f"weights of this {type(module).__name__} are on the disk, which is only read:"
+                " undo, load and apply again"
+            )
+
+    handle: RemovableHandle = owner.register_load_state_dict_pre_hook(before_load)
+    return handle

@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from oomph.errors import BadInput, OomphError
 from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy, Link
-from oomph.techniques.cold_weights import ColdWeights, OnDisk
+from oomph.techniques.cold_weights import ColdWeights, OnDisk, refuse_to_load
 from oomph.techniques.host_tensors import brought_home
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
@@ -107,8 +107,6 @@ class StreamedWeights:
         #: The bytes of parameters on the host that are in no block's slab.
         self._apart: dict[nn.Parameter, Tensor] = {}
         self._cold: ColdWeights | None = None
-        #: Blocks of the disk that are being saved, read once for all of their parameters.
-        self._saving_cold: dict[Unit, Tensor] = {}
         #: Who must be done before the host's numbers of a parameter are what they should be.
         self._writes: dict[Tensor, list[Copy]] = {}
         #: How often the host's numbers of a parameter were changed.
@@ -162,10 +160,11 @@ class StreamedWeights:
             return self._hosts[parameter]
         (unit,) = self._units_with(parameter)
         assert self._cold is not None
-        if (memory := self._saving_cold.get(unit)) is not None:
-            return unit.places[parameter].view(memory)
+        place, saving = unit.places[parameter], self._cold.saving.get(unit.path)
+        if saving is not None:
+            return place.view(saving)
         with _plainly():
-            return unit.places[parameter].view(self._cold.read(unit.path)).clone()
+            return place.view(self._cold.read(unit.path)).clone()
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether the numbers of a parameter are on the host."""
@@ -280,7 +279,6 @@ class StreamedWeights:
         if self._cold is not None:
             self._cold.close()
         self._cold = None
-        self._saving_cold.clear()
         self._apart.clear()
         self._hosts.clear()
         self._origins.clear()
@@ -387,13 +385,13 @@ class StreamedWeights:
         cold = {p for p in self._origins if p not in self._hosts}
         for module in model.modules():
             if cold and not cold.isdisjoint(module.parameters()):
-                self._refuse_to_load(module)
+                self._handles.append(refuse_to_load(module))
             own = {n: p for n, p in module._parameters.items() if p in self._origins}
             if own:
                 self._show_host_to(module, own)
         for unit in self._units:
-            if unit.cold_bytes:
-                self._read_once_for(unit)
+            if unit.cold_bytes and self._cold is not None:
+                self._handles += self._cold.read_once_when_saved(unit.path, unit.module)
 
     def _show_host_to(self, owner: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
         """What is saved of a module's own parameters, or loaded into them, are the host's.
@@ -426,36 +424,6 @@ class StreamedWeights:
             owner.register_state_dict_post_hook(saved),
             owner.register_load_state_dict_pre_hook(before_load),
             owner.register_load_state_dict_post_hook(after_load),
-        ]
-
-    def _refuse_to_load(self, owner: nn.Module) -> None:
-        """Of a module with weights on the disk nothing is loaded, not even a part."""
-
-        def before_load(module: nn.Module, *_: Any) -> None:
-            if module is owner:
-                raise BadInput(
-                    f"weights of this {type(module).__name__} are on the disk, which is only read:"
-                    " undo, load and apply again"
-                )
-
-        self._handles.append(owner.register_load_state_dict_pre_hook(before_load))
-
-    def _read_once_for(self, saved: Unit) -> None:
-        """Whoever saves a whole block of the disk reads it once."""
-
-        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if module is saved.module:
-                assert self._cold is not None
-                with _plainly():
-                    self._saving_cold[saved] = self._cold.read(saved.path)
-
-        def after(module: nn.Module, *_: Any) -> None:
-            if module is saved.module:
-                self._saving_cold.pop(saved, None)
-
-        self._handles += [
-            saved.module.register_state_dict_pre_hook(before),
-            saved.module.register_state_dict_post_hook(after),
         ]
 
     def _all_brought_back(self) -> dict[nn.Parameter, Tensor]:
