@@ -126,6 +126,30 @@ def test_as_few_blocks_are_on_the_disk_as_host_memory_asks_for(host: float) -> N
     assert max(gaps) - min(gaps) <= 1
 
 
+@pytest.mark.parametrize("host", [3.4, 3.0, 2.4, 1.9])
+def test_blocks_of_several_sizes_stay_inside_host_memory(host: float) -> None:
+    class Unlike(nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, hidden, bias=False)
+            self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.up(x))
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Unlike(2048 + 512 * (7 * at % 12)) for at in range(LAYERS)))
+
+    job = Job(build, None, None, lambda: torch.zeros(2, WIDTH))
+    budget, room = int(2.2 * GIB), int(host * GIB)
+    plan = plan_inference(job, gpu="rtx-4090", budget=budget, host=room)
+    assert plan.on_disk
+    assert plan.host_bytes <= room
+    streamed, fewer = len(plan.streamed), len(plan.on_disk) - 1
+    less, _ = inference._rehearsed(job, find_gpu("rtx-4090"), budget, 1, streamed, fewer)
+    assert less.host_bytes > room
+
+
 def test_a_forward_takes_as_long_as_the_disk() -> None:
     plan = planned(TIGHT, 1.9)
     assert plan.forward_seconds == pytest.approx(plan.disk_bytes / DISK_READ, rel=0.05)
@@ -233,6 +257,8 @@ def test_outputs_are_those_of_the_plain_model_with_weights_on_the_disk(tmp_path:
             assert torch.equal(run(batch), expected)
         state = run.model.state_dict()
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+        assert run.on_disk == cold_plan().on_disk
+    assert run.on_disk == ()
     assert all(map(torch.equal, net.parameters(), plain.parameters()))
     assert list(tmp_path.iterdir()) == []
 
@@ -392,6 +418,7 @@ def test_a_weight_that_blocks_share_is_planned_to_stay_on_the_host(
     job = Job(tied_net, None, None, torch.zeros(2, 4))
     plan, _ = inference._rehearsed(job, find_gpu("rtx-4090"), GIB, 1, LAYERS, LAYERS)
     batch, block = torch.randn(3, 4), 4 * 16 * 16
+    assert len(plan.on_disk) == LAYERS - 2
     assert plan.disk_bytes == (LAYERS - 2) * block
     assert plan.host_bytes == (1 + BUFFERS + 1) * block
     with torch.no_grad():

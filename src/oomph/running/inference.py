@@ -119,6 +119,11 @@ class InferenceRun:
             undos.callback(self._placed.undo)
             self._undos = undos.pop_all()
 
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """The blocks whose weights are on the disk."""
+        return self._placed.streamed.on_disk if self._placed.streamed is not None else ()
+
     def __call__(self, batch: Any) -> Any:
         """What the model makes of a batch; where the job has a loss function, what that gives."""
         job = self._job
@@ -209,27 +214,30 @@ def _with_disk(
 ) -> InferencePlan:
     """The same with as few blocks on the disk as host memory asks for."""
     streamed = len(start.streamed)
-    plans: dict[int, InferencePlan] = {}
 
-    def has_room(count: int) -> bool:
-        plans[count], _ = rehearsed(streamed, count)
-        return plans[count].estimate.fits and plans[count].host_bytes <= room
+    @functools.cache
+    def tried(count: int) -> InferencePlan:
+        return rehearsed(streamed, count)[0]
 
-    counts = range(1, streamed + 1)
-    # With one on the disk its buffers take more than it frees; from then on each frees its own.
-    at = bisect.bisect_left(counts, True, key=has_room)
-    if at < len(counts):
-        return plans[counts[at]]
-    least = min(start, plans[streamed], key=lambda plan: plan.host_bytes)
+    least = min(start, tried(streamed), key=lambda plan: plan.host_bytes)
     missing = least.host_bytes - room
-    raise HostTooSmall(
-        f"{job.name} needs {format_bytes(least.host_bytes)} of host memory even with"
-        f" {len(least.on_disk)} of its {streamed} streamed blocks on the disk, and there is"
-        f" {format_bytes(room)}: {format_bytes(missing)} of host memory is missing (that much more,"
-        f" or {format_bytes(without)} on the GPU, where nothing has to leave it, would do)",
-        without,
-        missing,
-    )
+    if missing > 0:
+        raise HostTooSmall(
+            f"{job.name} needs {format_bytes(least.host_bytes)} of host memory even with"
+            f" {len(least.on_disk)} of its {streamed} streamed blocks on the disk, and there is"
+            f" {format_bytes(room)}: {format_bytes(missing)} of host memory is missing (that much"
+            f" more, or {format_bytes(without)} on the GPU, where nothing has to leave it, would"
+            " do)",
+            without,
+            missing,
+        )
+    # Blocks are nearly alike: each has as much room on the host as another.
+    count = streamed - (-missing * streamed // start.host_bytes)
+    while tried(count).host_bytes > room:
+        count += 1
+    while count > 1 and tried(count - 1).host_bytes <= room:
+        count -= 1
+    return tried(count)
 
 
 def _free_beside(card: GPU, job: Job) -> int | None:
@@ -328,7 +336,6 @@ def _rehearsed(
                 streamed = _spread(blocks, count)
                 link = RehearsedLink(recorder, gpu)
                 cuda = torch.device("cuda", 0)
-                cold = _spread(streamed, on_disk)
                 open_slots = functools.partial(_rehearsed_slots, recorder, link, gpu)
                 run = InferenceRun(
                     job,
@@ -337,7 +344,7 @@ def _rehearsed(
                     link,
                     device=cuda,
                     ahead=ahead,
-                    on_disk=OnDisk(blocks=cold, open_slots=open_slots),
+                    on_disk=OnDisk(blocks=_spread(streamed, on_disk), open_slots=open_slots),
                 )
             with recorder.phase("eval"):
                 run(actors.batch)
@@ -362,7 +369,7 @@ def _rehearsed(
     )
     plan = InferencePlan(
         streamed=streamed,
-        on_disk=cold,
+        on_disk=run.on_disk,
         ahead=ahead,
         estimate=estimate,
         forward_seconds=seconds,

@@ -150,6 +150,11 @@ class StreamedWeights:
         """The parameters whose numbers are on the host or on the disk."""
         return list(self._origins)
 
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """The blocks with weights on the disk."""
+        return tuple(unit.path for unit in self._units if unit.cold_bytes)
+
     def host_weight(self, parameter: nn.Parameter) -> Tensor:
         """The host's numbers of a parameter; to write to them, see `before_write`."""
         return self._hosts[parameter]
