@@ -310,6 +310,8 @@ def test_an_undo_without_host_memory_changes_nothing_and_can_be_asked_for_again(
             run.undo()
     assert torch.equal(run(batch), expected)
     run.undo()
+    assert run.on_disk == ()
+    assert not any(parameter.isnan().any() for parameter in net.parameters())
     with torch.no_grad():
         assert torch.equal(net.eval()(batch), expected)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ BLOCKS = [f"blocks.{at}" for at in range(LAYERS)]
 COLD = BLOCKS[:6]
 """More than there are buffers, so that the disk is read in every forward."""
 TINY = HostLimits(memory=100, memory_limit="a small machine", lockable=None)
+
+
+#: Of the test that runs.
+APPLIED: list[StreamedWeights] = []
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Iterator[None]:
+    """No test leaves files or threads behind."""
+    yield
+    while APPLIED:
+        APPLIED.pop().undo()
 
 
 class Block(nn.Module):
@@ -95,7 +108,9 @@ def on_disk(
     link = link or InstantLink()
     disk = Disk(link, folder)
     where = OnDisk(blocks=cold, open_slots=disk)
-    return StreamedWeights(net, blocks, link, ahead=ahead, on_disk=where), disk
+    streamed = StreamedWeights(net, blocks, link, ahead=ahead, on_disk=where)
+    APPLIED.append(streamed)
+    return streamed, disk
 
 
 def batch() -> Tensor:
@@ -480,6 +495,23 @@ def flip(disk: Disk, slot: int) -> None:
     os.pwrite(file, bytes([byte ^ 4]), offset)
     os.fsync(file)
     os.close(file)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_a_read_that_fails_once_is_tried_again(
+    ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, net = Net(), Net()
+    on_disk(net, tmp_path, ahead=ahead)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScratchFile, "read", fail)
+        with pytest.raises(DiskDamaged, match="not now"):
+            outputs(net)
+    assert torch.equal(outputs(net), outputs(plain))
 
 
 @pytest.mark.parametrize("link", LINKS)

@@ -560,7 +560,7 @@ class StreamedWeights:
                 for copy in unit.copies:
                     copy.wait()
             except BaseException:
-                self._drop(unit)  # the next one who needs it has it read again
+                self.leave_gpu()  # others may have failed to come, too: all are read again
                 raise
             unit.is_here = True
         for parameter, place in unit.places.items():
