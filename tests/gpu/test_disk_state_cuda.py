@@ -1,4 +1,4 @@
-"""State on the disk behind a real card: the plain bits, whatever is late. Needs a GPU."""
+"""State and masters on the disk behind a card: the plain bits, whatever is late. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def on_disk(name: str, link: CudaLink, folder: Path, share: float = 1.0) -> Trai
 
 
 @pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
-@pytest.mark.parametrize("name", ["plain", "clipped", "in parts, clipped", "masters, clipped"])
+@pytest.mark.parametrize(
+    "name", ["plain", "clipped", "in parts, clipped", "masters", "masters, clipped"]
+)
 def test_steps_have_the_plain_bits_whatever_is_late(
     name: str, late: Collection[str], links: list[CudaLink], tmp_path: Path
 ) -> None:
@@ -63,3 +65,27 @@ def test_a_state_dict_has_the_numbers_and_training_goes_on(
     assert trained.host is not None
     trained.host.undo()
     same_bits(trained, plainly("clipped"))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["masters", "masters, clipped"])
+def test_masters_are_read_written_and_trained_on(
+    name: str, share: float, links: list[CudaLink], tmp_path: Path
+) -> None:
+    links.append(LateLink(PLACES))
+    trained, expected = on_disk(name, links[0], tmp_path, share).run(2), plain(RECIPES[name], 2)
+    assert trained.host is not None and trained.masters is not None
+    before = trained.weights()
+    for ours, theirs in zip(trained.model.parameters(), expected.model.parameters(), strict=True):
+        assert expected.masters is not None
+        master = trained.masters.master_of(ours)
+        numbers = trained.host.numbers(master).to("cuda")
+        assert torch.equal(numbers, expected.masters.master_of(theirs))
+        if master is not ours:
+            trained.masters.write(ours, numbers)
+    for key, value in trained.model.state_dict().items():
+        assert torch.equal(value.cpu(), before[key]), key
+    trained.optimizer.state_dict()  # shows them
+    trained.run(STEPS - 2)
+    trained.host.undo()
+    same_bits(trained, plainly(name))

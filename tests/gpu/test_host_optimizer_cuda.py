@@ -38,6 +38,7 @@ RECIPES = {
     "bf16, clipped": Recipe(
         device="cuda", make_optimizer=fused, clip_norm=0.3, dtype=torch.bfloat16
     ),
+    "masters": Recipe(device="cuda", make_optimizer=fused, masters=True),
     "masters, clipped": Recipe(device="cuda", make_optimizer=fused, clip_norm=0.3, masters=True),
     "momentum": Recipe(
         device="cuda",
@@ -79,6 +80,15 @@ def test_streamed_steps_have_the_plain_bits_whatever_is_late(
 def test_streamed_steps_have_the_plain_bits(name: str, links: list[CudaLink]) -> None:
     links.append(LateLink())
     same_bits(on_host(name, links[0], keep_gradients=2000), plainly(name))
+
+
+@pytest.mark.parametrize("late", [(), PLACES], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_state_that_stays_changes_no_bit(
+    name: str, late: Collection[str], links: list[CudaLink]
+) -> None:
+    links.append(LateLink(late))
+    same_bits(on_host(name, links[0], keep_gradients=2000, gpu_share=0.5), plainly(name))
 
 
 def nearly_as_a_whole(one: Training, other: Training, tolerance: float = 1e-6) -> None:

@@ -65,12 +65,14 @@ def test_where_state_waits_lasts_as_long_as_a_run() -> None:
         ({"micro_batch": 0}, "at least one sample, not 0"),
         ({"weights": "int8"}, "weights are own or"),
         ({"disk_share": 0.5}, "the disk has no share of an optimizer that is on the GPU"),
+        ({"gpu_share": 0.5}, "all of an optimizer on the GPU is there"),
+        ({"optimizer_on": "host", "gpu_share": 1.01}, "the GPU's share is between 0 and 1"),
         ({"optimizer_on": "host", "disk_share": 1.01}, "between 0 and 1, not 1.01"),
         ({"optimizer_on": "host", "disk_share": -0.1}, "between 0 and 1, not -0.1"),
         ({"optimizer_on": "host", "disk_share": math.nan}, "between 0 and 1, not nan"),
         (
             {"optimizer_on": "host", "host_share": 0.5, "disk_share": 0.6},
-            "50% of all there and 60% on the disk are more than there is",
+            "50% of all there, 60% on the disk and 0% on the GPU are more",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from torch import nn
 
 from oomph.errors import BadInput, HostTooSmall
 from oomph.gpus import find_gpu
+from oomph.host.limits import HostLimits
 from oomph.job import Job
 from oomph.planning import attempt, planner
 from oomph.planning.attempt import NoPlan
@@ -26,6 +27,7 @@ from oomph.planning.planner import make_planner, plan
 from oomph.planning.refining import Tried
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
+from oomph.techniques.step_buckets import bucket_bytes
 from oomph.units import MIB
 
 AWAY = Choices(optimizer_on="host")
@@ -161,6 +163,8 @@ def test_the_report_says_how_much_of_the_state_is_on_the_disk() -> None:
     assert say_place(dataclasses.replace(AWAY, disk_share=0.4)) == (
         "state on the host, 40% of the state on the disk"
     )
+    with_masters = dataclasses.replace(AWAY, weights="bf16 with fp32 masters", disk_share=0.4)
+    assert say_place(with_masters) == "state on the host, 40% of the state and masters on the disk"
     everywhere = dataclasses.replace(SHARED, gradient_room=0, disk_share=0.07)
     assert say_place(everywhere) == (
         "state on the host, 30% stepped there, gradients too, 7% of the state on the disk"
@@ -226,6 +230,30 @@ def test_such_a_plan_is_what_its_choices_are_rehearsed_to_take() -> None:
     less = dataclasses.replace(made.choices, disk_share=round(share - 0.01, 2))
     most = planned(TIGHT).predicted.host - 40 * MIB
     assert rehearse(job(), CARD, PHASES, choices=less).host_bytes > most
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_masters_go_to_the_disk_with_the_state(share: float) -> None:
+    def took(choices: Choices) -> tuple[int, int]:
+        timeline = rehearse(job(), CARD, PHASES, choices=choices)
+        return timeline.host_bytes, timeline.disk_bytes
+
+    own = dataclasses.replace(AWAY, disk_share=share)
+    rounded = dataclasses.replace(AWAY, weights="bf16 with fp32 masters", precision="bf16-mixed")
+    _, state = took(own)
+    host, disk = took(dataclasses.replace(rounded, disk_share=share))
+    assert disk * 8 == state * 12
+    all_of_it, _ = took(rounded)
+    ring = host + disk - all_of_it  # for buckets that come, one that is stepped, one that leaves
+    assert 0 < ring <= (rounded.state_ahead + 2) * 3 * bucket_bytes(WEIGHTS // 2)
+    assert all_of_it - host > state
+
+
+def test_what_the_planning_machine_has_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = HostLimits(memory=100, memory_limit="a small machine", lockable=None)
+    monkeypatch.setattr("oomph.host.limits.host_limits", lambda *_: tiny)
+    choices = dataclasses.replace(AWAY, disk_share=1.0)
+    assert rehearse(job(), CARD, PHASES, choices=choices).disk_bytes
 
 
 def test_a_host_too_small_even_so_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class Machine:
 
     def refine(self, choices: Choices, *, host_steps: bool = True) -> Choices:
         start = Tried(choices=choices, seconds=self.seconds(0.0, 0))
-        return refine(start, self, gradients=GRADIENTS, host_steps=host_steps).choices
+        return refine(start, self, gradients=GRADIENTS, first=1.0, host_steps=host_steps).choices
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, *SHARES, 0.25, 0.95])
@@ -77,7 +77,7 @@ def test_weights_stay_where_there_is_room_those_that_come_first_first() -> None:
         return None if away < 7 else Tried(choices=choices, seconds=1 + away / 10)
 
     start = Tried(choices=all_away, seconds=2.2)
-    found = refine(start, attempt, gradients=GRADIENTS, host_steps=False)
+    found = refine(start, attempt, gradients=GRADIENTS, first=1.0, host_steps=False)
     assert found.choices.weights_away == paths[5:]
 
 
@@ -90,7 +90,7 @@ def test_as_much_state_comes_early_as_makes_it_fastest(fastest: int) -> None:
         return Tried(choices=choices, seconds=10 + off)
 
     start = Tried(choices=DEFERRED, seconds=attempt(DEFERRED).seconds)
-    found = refine(start, attempt, gradients=GRADIENTS, host_steps=False)
+    found = refine(start, attempt, gradients=GRADIENTS, first=1.0, host_steps=False)
     assert found.choices.state_early == (fastest * ahead if fastest > 1 else 0)
 
 
@@ -101,7 +101,7 @@ def test_what_the_host_steps_leaves_room_for_more_that_comes_early() -> None:
         return Tried(choices=choices, seconds=seconds) if has_room else None
 
     start = Tried(choices=DEFERRED, seconds=10.0)
-    found = refine(start, attempt, gradients=GRADIENTS, host_steps=True)
+    found = refine(start, attempt, gradients=GRADIENTS, first=1.0, host_steps=True)
     assert (found.choices.host_share, found.choices.state_early) == (0.2, 8 * DEFERRED.state_ahead)
 
 
@@ -113,14 +113,14 @@ def test_the_loss_has_as_few_rows_at_a_time_as_make_it_fastest(fastest: int) -> 
         return Tried(choices=choices, seconds=seconds, cleans=True)
 
     start = dataclasses.replace(INSIDE, head="lm_head", loss_chunk=4096)
-    best = refine(attempt(start), attempt, gradients=GRADIENTS, host_steps=False)
+    best = refine(attempt(start), attempt, gradients=GRADIENTS, first=1.0, host_steps=False)
     assert best.choices.loss_chunk == fastest
 
 
 def test_a_loss_for_which_there_is_room_stays_as_it_is() -> None:
     start = Tried(choices=dataclasses.replace(INSIDE, head="lm_head", loss_chunk=4096), seconds=1.0)
     machine = Machine()
-    refine(start, machine, gradients=GRADIENTS, host_steps=False)
+    refine(start, machine, gradients=GRADIENTS, first=1.0, host_steps=False)
     assert not machine.tried
 
 
@@ -138,7 +138,7 @@ def test_what_was_changed_to_make_room_stays() -> None:
         return Tried(choices=leaner, seconds=1 - choices.host_share)
 
     start = Tried(choices=INSIDE, seconds=1.0)
-    found = refine(start, attempt, gradients=GRADIENTS, host_steps=True)
+    found = refine(start, attempt, gradients=GRADIENTS, first=1.0, host_steps=True)
     assert found.choices == dataclasses.replace(
         INSIDE, host_share=0.95, blocks={"blocks.0": "recompute"}
     )
@@ -158,3 +158,23 @@ def test_what_the_host_steps_is_rounded_otherwise() -> None:
 
     assert fidelity(dataclasses.replace(DEFERRED, host_share=0.3)) is Fidelity.ROUNDING
     assert fidelity(DEFERRED) is Fidelity.EXACT
+
+
+@pytest.mark.parametrize("fastest", [0.0, 0.211, 0.25, 0.5, 0.875])
+def test_as_much_state_stays_as_makes_it_fastest(fastest: float) -> None:
+    """The first tensor decides whether any does; it has a little more than 21 % of all."""
+
+    def attempt(choices: Choices) -> Tried:
+        return Tried(choices=choices, seconds=1 + 5 * abs(choices.gpu_share - fastest))
+
+    found = refine(attempt(INSIDE), attempt, gradients=1, first=0.21005, host_steps=False)
+    assert found.choices.gpu_share == fastest
+
+
+def test_the_host_steps_no_more_than_what_leaves() -> None:
+    def attempt(choices: Choices) -> Tried:
+        return Tried(choices=choices, seconds=5 - choices.gpu_share - choices.host_share)
+
+    found = refine(attempt(INSIDE), attempt, gradients=1, first=0.5, host_steps=True)
+    assert found.choices.gpu_share == 0.875
+    assert found.choices.host_share == 0.1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_plans import plan_with
 from torch import Tensor, nn
 
 from oomph.errors import BadInput, DiskFull, HostMemoryFull
@@ -21,7 +22,7 @@ from oomph.planning.planner import plan
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Category
 from oomph.running.applying import Applied, apply_choices
-from oomph.running.run import apply, fit, free_host_memory
+from oomph.running.run import Run, apply, fit, free_host_memory
 from oomph.running.step import train_step
 from oomph.timing.clock import Clock
 
@@ -85,6 +86,94 @@ def test_numbers_are_those_of_what_stays(change: dict[str, Any], clip: float | N
     leaves = dataclasses.replace(PLAIN, **change)
     stays = dataclasses.replace(PLAIN, micro_batch=leaves.micro_batch)
     torch.testing.assert_close(trained(leaves, given), trained(stays, given), rtol=0, atol=0)
+
+
+MASTERS = dataclasses.replace(PLAIN, precision="bf16-mixed", weights="bf16 with fp32 masters")
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["no clipping", "clipping"])
+@pytest.mark.parametrize("change", [{}, {"disk_share": 0.5}, {"weights_away": ("1", "2")}], ids=str)
+def test_masters_on_the_disk_have_the_numbers_of_what_stays(
+    change: dict[str, Any],
+    clip: float | None,
+    micro_batch: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    given = job(clip_norm=clip, precision="bf16-mixed")
+    stays = dataclasses.replace(MASTERS, micro_batch=micro_batch)
+    on_disk = dataclasses.replace(stays, optimizer_on="host", disk_share=1.0)
+    leaves = dataclasses.replace(on_disk, **change)
+    ours, theirs = trained(leaves, given, steps=5), trained(stays, given, steps=5)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_step_that_fails_with_masters_on_the_disk_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    given = job(clip_norm=0.5, precision="bf16-mixed")
+    on_disk = dataclasses.replace(MASTERS, optimizer_on="host", disk_share=1.0)
+    runs = []
+    for choices in (on_disk, MASTERS):
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+        own = dataclasses.replace(given, model=made, optimizer=optimizer)
+        runs.append(apply(plan_with(choices, made, optimizer, given.batch), own, disk=tmp_path))
+    run, expected = runs
+    for one in runs:
+        one.step(given.batch)
+    with pytest.raises(ZeroDivisionError):
+        fail_in_backward(run.model)
+        run.step(given.batch)
+    for one in runs:
+        one.step(given.batch)
+    assert run.evaluate([given.batch]) == expected.evaluate([given.batch])
+    assert torch.equal(run.step(given.batch), expected.step(given.batch))
+    for one in runs:
+        one.undo()
+    for ours, theirs in zip(run.model.parameters(), expected.model.parameters(), strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+
+
+def test_a_run_that_host_memory_has_no_room_for_is_not_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    made, given = model(), job(precision="bf16-mixed")
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+    choices = dataclasses.replace(MASTERS, optimizer_on="host", disk_share=1.0)
+    own = dataclasses.replace(given, model=made, optimizer=optimizer)
+    run = apply(plan_with(choices, made, optimizer, given.batch), own, disk=tmp_path)
+    run.step(given.batch)
+    needed = 12 * sum(p.numel() for p in made.parameters())
+    with monkeypatch.context() as patch:
+        tiny = HostLimits(memory=needed - 1, memory_limit="a tiny machine", lockable=None)
+        patch.setattr("oomph.host.limits.host_limits", lambda *_: tiny)
+        with pytest.raises(HostMemoryFull, match="1 B is missing"):
+            run.undo()
+        run.step(given.batch)
+        with pytest.raises(HostMemoryFull, match="1 B is missing"), taken_back(run):
+            pass
+        run.step(given.batch)
+    run.undo()
+    expected = trained(MASTERS, given, steps=3)
+    assert all(torch.equal(*pair) for pair in zip(made.parameters(), expected[3:11], strict=False))
+
+
+def taken_back(run: Run) -> Any:
+    return run._adapting._applied.taken_back()
+
+
+def fail_in_backward(of: nn.Module) -> None:
+    """Once."""
+
+    def fail(_: Tensor) -> None:
+        handle.remove()
+        raise ZeroDivisionError
+
+    handle = next(of.parameters()).register_hook(fail)
 
 
 def test_the_hosts_own_steps_are_equal_but_for_the_last_bits() -> None:

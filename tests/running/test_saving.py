@@ -141,8 +141,13 @@ WAYS = {
         adamw,
     ),
     "on the disk": (Choices(optimizer_on="host", disk_share=1.0), Net, adamw),
-    "masters on the host, some state on the disk": (
+    "masters on the host, some on the disk": (
         Choices(optimizer_on="host", weights="bf16 with fp32 masters", disk_share=0.5),
+        Net,
+        adamw,
+    ),
+    "masters on the disk": (
+        Choices(optimizer_on="host", weights="bf16 with fp32 masters", disk_share=1.0),
         Net,
         adamw,
     ),
@@ -186,21 +191,49 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     assert_same(again.optimizer.state_dict(), one.optimizer.state_dict())
 
 
-def test_state_on_the_disk_is_saved_piece_by_piece(
+@pytest.mark.parametrize("way", ["plain", "masters"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_is_on_the_disk_is_saved_piece_by_piece(
+    steps: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    run = start(*WAYS["on the disk" if way == "plain" else "masters on the disk"])
+    plain = start(*WAYS[way])
+    for one in (run, plain):
+        torch.manual_seed(1)
+        losses(one, BATCHES[:steps])
+    with monkeypatch.context() as patch:
+        patch.setattr("oomph.techniques.host_state.HostState.show", None)
+        patch.setattr("oomph.techniques.host_masters.HostMasters.show_numbers", None)
+        run.save(tmp_path / "disk")
+    plain.save(tmp_path / "plain")
+    saved, expected = (load_checkpoint(tmp_path / name) for name in ("disk", "plain"))
+    assert_same(saved.model_state, expected.model_state)
+    assert_same(saved.optimizer_state, expected.optimizer_state)
+    strides = [{n: t.stride() for n, t in one.model_state.items()} for one in (saved, expected)]
+    assert strides[0] == strides[1]
+    run.undo()
+    plain.undo()
+    assert_same(weights_of(run.model), weights_of(plain.model))
+
+
+def test_masters_on_the_disk_go_on_from_a_plain_checkpoint_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
-    run, plain = start(*WAYS["on the disk"]), start()
-    for one in (run, plain):
-        torch.manual_seed(1)
-        losses(one, BATCHES[:3])
-    with monkeypatch.context() as patch:
-        patch.setattr("oomph.techniques.host_state.HostState.show", None)
-        run.save(tmp_path / "disk")
-    plain.save(tmp_path / "plain")
-    saved = [load_checkpoint(tmp_path / name).optimizer_state for name in ("disk", "plain")]
-    assert_same(*saved)
+    plain, run = start(*WAYS["masters"]), start(*WAYS["masters on the disk"])
+    torch.manual_seed(1)
+    losses(plain, BATCHES[:3])
+    losses(run, BATCHES[:1])
+    plain.save(tmp_path)
+    expected = losses(plain, BATCHES[3:])
+    run.load(tmp_path)
+    assert losses(run, BATCHES[3:5]) == expected[:2]
+    run.save(tmp_path)
     run.undo()
+    again = start(*WAYS["masters"])
+    again.load(tmp_path)
+    assert losses(again, BATCHES[5:]) == expected[2:]
 
 
 def test_a_run_that_went_on_can_go_back(tmp_path: Path) -> None:
@@ -347,13 +380,22 @@ class Pictures(nn.Module):
         return self.head(x + self.conv(x))
 
 
-@pytest.mark.parametrize("choices", [Choices(fused_optimizer=True), Choices(low_bit_state=True)])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        Choices(fused_optimizer=True),
+        Choices(low_bit_state=True),
+        WAYS["masters on the disk"][0],
+    ],
+    ids=["fused", "8 bits", "masters on the disk"],
+)
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("loaded", [True, False])
 def test_weights_may_lie_in_memory_in_another_order_than_when_saved(
     choices: Choices, saved: bool, loaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oomph.techniques.low_bit_state.SMALLEST", 64)
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
     run = start(choices, lambda: Pictures(saved))
     losses(run, BATCHES[:2])
     run.save(tmp_path)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from oomph.host.link import Link
 from oomph.techniques import streamed_step
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement, OpenSlots
+from oomph.techniques.disk_state import OpenSlots
+from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.streamed_weights import StreamedWeights
 
@@ -198,10 +199,8 @@ class Training:
         if self.masters is not None and other.masters is not None:
             pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
             for mine, theirs in pairs:
-                master = self.masters.master_of(mine)
-                if master is not mine:
-                    master.copy_(other.masters.master_of(theirs))
-                    self.masters.refresh(master)
+                if self.masters.master_of(mine) is not mine:
+                    self.masters.write(mine, other.masters.master_of(theirs))
         saved = other.optimizer.state_dict()
         # A plain optimizer takes tensors as they are: both would count steps in one of them.
         self.optimizer.load_state_dict(copy.deepcopy(saved) if self.host is None else saved)

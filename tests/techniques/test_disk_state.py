@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from disk_training import Disk, trained_on_disk, undone
 from host_training import (
     Recipe,
     Training,
@@ -25,14 +26,11 @@ from host_training import (
 
 from oomph.errors import BadInput, DiskDamaged, DiskFull, HostMemoryFull
 from oomph.host import limits
-from oomph.host.disk_slots import DiskSlots
 from oomph.host.limits import HostLimits
 from oomph.host.link import InstantLink, Link
 from oomph.host.scratch_file import ScratchFile
-from oomph.host.slots import SlotStore
 from oomph.techniques import disk_state
-from oomph.techniques.disk_state import choose_for_disk
-from oomph.techniques.host_optimizer import OpenSlots
+from oomph.techniques.disk_state import OpenSlots, choose_for_disk
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
 from deferred_link import CountingLink
@@ -46,8 +44,6 @@ RECIPES = {
     "clipped": Recipe(clip_norm=0.3),
     "in parts, clipped": Recipe(parts=2, clip_norm=0.3),
     "scheduled": Recipe(schedule=warm_up),
-    "masters": Recipe(masters=True),
-    "masters, clipped": Recipe(masters=True, clip_norm=0.3),
     "bf16, clipped": Recipe(dtype=torch.bfloat16, clip_norm=0.3),
     "scaled": Recipe(scaler=overflowing),
     "momentum": Recipe(
@@ -70,35 +66,10 @@ def plainly(name: str, steps: int = STEPS) -> Training:
     return plain(RECIPES[name], steps)
 
 
-class Disk:
-    """Opens slots in a folder, and remembers them."""
-
-    def __init__(self, link: Link, folder: Path, most: int = 100) -> None:
-        self.link, self.folder, self.most = link, folder, most
-        self.opened: list[DiskSlots] = []
-
-    def __call__(self, largest: int, buffers: int) -> SlotStore:
-        buffers = min(buffers, self.most)
-        self.opened.append(DiskSlots(self.link, self.folder, largest=largest, buffers=buffers))
-        return self.opened[-1]
-
-
 def on_disk(
     name: str, folder: Path, link: Link | None = None, steps: int = STEPS, **placement: Any
 ) -> Training:
-    link = link or SharedLink()
-    training = Training(recipe=RECIPES[name])
-    training.go_to_host(
-        link, disk=Disk(link, folder), **{"disk_share": 1.0, "keep_gradients": 3000, **placement}
-    )
-    return training.run(steps)
-
-
-def undone(training: Training) -> Training:
-    assert training.host is not None
-    training.host.undo()
-    training.host = None
-    return training
+    return trained_on_disk(RECIPES[name], folder, link, steps, **placement)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -107,9 +78,8 @@ def test_steps_have_the_plain_bits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-@pytest.mark.parametrize("name", ["plain", "masters, clipped"])
-def test_some_of_the_state_may_stay_in_memory(name: str, share: float, tmp_path: Path) -> None:
-    same_bits(undone(on_disk(name, tmp_path, disk_share=share)), plainly(name))
+def test_some_of_the_state_may_stay_in_memory(share: float, tmp_path: Path) -> None:
+    same_bits(undone(on_disk("plain", tmp_path, disk_share=share)), plainly("plain"))
 
 
 def test_the_host_steps_what_is_in_its_memory(tmp_path: Path) -> None:
@@ -128,8 +98,8 @@ def test_whenever_copies_happen(eager: float, seed: int, buffers: int, tmp_path:
 
 
 def test_over_a_hundred_steps(tmp_path: Path) -> None:
-    trained = on_disk("masters, clipped", tmp_path, InstantLink(), 100, bucket=3000)
-    same_bits(undone(trained), plainly("masters, clipped", 100))
+    trained = on_disk("bf16, clipped", tmp_path, InstantLink(), 100, bucket=3000)
+    same_bits(undone(trained), plainly("bf16, clipped", 100))
 
 
 def test_only_what_is_under_way_takes_host_memory(tmp_path: Path) -> None:

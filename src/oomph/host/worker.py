@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from oomph.host.link import Copy
+
+#: Cores that this work leaves to the threads that launch kernels, forward's and backward's: a loop
+#: over all cores ends when its last part does, and that one would share its core with them. Beside
+#: an H200 the host's share of a step of 3 B parameters took a fifth less time on 14 of 16 cores.
+LEFT_FREE = 2
 
 
 class HostWorker:
@@ -19,7 +26,9 @@ class HostWorker:
     def begin(self, work: Callable[[], None], after: Sequence[Copy] = ()) -> ThreadWork:
         """Do `work` once `after` are done."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oomph-host")
+            self._pool = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="oomph-host", initializer=_leave_cores_free
+            )
         return ThreadWork(self._pool.submit(_do, work, tuple(after)))
 
     def close(self) -> None:
@@ -53,3 +62,23 @@ def _do(work: Callable[[], None], after: Sequence[Copy]) -> None:
         copy.finish()
     with torch.no_grad():
         work()
+
+
+def _leave_cores_free() -> None:
+    """Have this thread's loops take fewer cores than there are."""
+    usual = torch.get_num_threads()
+    fewer = min(usual, max(1, _cores() - LEFT_FREE))
+    if fewer == usual:
+        return
+    torch.set_num_threads(fewer)
+    # It holds for this thread, and for all that start later: one that ends here takes that back.
+    passing = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    passing.start()
+    passing.join()
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -15,7 +15,7 @@ from oomph.planning.audition import (
     step_effort,
     with_even_parts,
 )
-from oomph.planning.choices import KEEP, RECOMPUTE, Choices, on_the_gpu
+from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, on_the_gpu
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline
@@ -134,6 +134,7 @@ def _differences(after: Choices) -> list[_Difference]:
             with_it=(
                 "host_share",
                 "disk_share",
+                "gpu_share",
                 "gradient_room",
                 "state_ahead",
                 "state_early",
@@ -189,12 +190,15 @@ def say_place(choices: Choices) -> str:
     if choices.optimizer_on == "gpu":
         return "on the GPU"
     words = "state on the host"
+    if choices.gpu_share:
+        words += f", but for {choices.gpu_share:.0%} of it"
     if choices.host_share:
         words += f", {choices.host_share:.0%} stepped there"
     if (room := choices.gradient_room) is not None:
         words += f", gradients too beyond {format_bytes(room)}" if room else ", gradients too"
     if choices.disk_share:
-        words += f", {choices.disk_share:.0%} of the state on the disk"
+        what = "state and masters" if choices.weights == MASTERS else "state"
+        words += f", {choices.disk_share:.0%} of the {what} on the disk"
     return words
 
 

@@ -54,7 +54,9 @@ class Choices:
     host_share: float = 0.0
     """The part of all parameters whose steps the host's cores make; the GPU makes the others."""
     disk_share: float = 0.0
-    """The part of all parameters whose optimizer state waits on the disk."""
+    """The part of all parameters whose optimizer state, and masters, wait on the disk."""
+    gpu_share: float = 0.0
+    """The part of all parameters whose optimizer state, and masters, stay on the GPU beside it."""
     gradient_room: int | None = None
     """Bytes of gradients that wait on the GPU for the norm of all; the others wait on the host."""
     state_ahead: int = 4
@@ -94,19 +96,22 @@ class Choices:
             raise BadInput("the host has no share of an optimizer that is on the GPU")
         if self.optimizer_on == "gpu" and self.disk_share:
             raise BadInput("the disk has no share of an optimizer that is on the GPU")
+        if self.optimizer_on == "gpu" and self.gpu_share:
+            raise BadInput("all of an optimizer on the GPU is there: it has no share of its own")
         if self.state_ahead < 1:
             raise BadInput(f"at least one bucket of state comes ahead, not {self.state_ahead}")
         if self.state_early < 0:
             raise BadInput(f"no less than 0 buckets of state come early, not {self.state_early}")
         self._check_weights_away()
-        if not 0 <= self.host_share <= 1:
-            raise BadInput(f"the host's share is between 0 and 1, not {self.host_share}")
-        if not 0 <= self.disk_share <= 1:
-            raise BadInput(f"the disk's share is between 0 and 1, not {self.disk_share}")
-        if self.host_share + self.disk_share > 1:
+        shares = {"host": self.host_share, "disk": self.disk_share, "GPU": self.gpu_share}
+        for name, share in shares.items():
+            if not 0 <= share <= 1:
+                raise BadInput(f"the {name}'s share is between 0 and 1, not {share}")
+        if sum(shares.values()) > 1:
             raise BadInput(
-                f"what the host's cores step is in memory: {self.host_share:.0%} of all there and"
-                f" {self.disk_share:.0%} on the disk are more than there is"
+                f"what the host's cores step is in memory: {self.host_share:.0%} of all there,"
+                f" {self.disk_share:.0%} on the disk and {self.gpu_share:.0%} on the GPU are more"
+                " than there is"
             )
         if self.gradient_room is not None and self.gradient_room < 0:
             raise BadInput(f"gradients cannot have {self.gradient_room} bytes")
@@ -188,6 +193,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "gradient_room": (int, type(None)),
     "host_share": (int, float),
     "disk_share": (int, float),
+    "gpu_share": (int, float),
     "blocks": (dict,),
     "compiled_others": (list,),
     "weights_away": (list,),

@@ -1,4 +1,4 @@
-"""Room in host memory, where a plan takes more of it than there is: state goes on to the disk.
+"""Room in host memory, where a plan takes more of it than there is: some goes on to the disk.
 
 The disk is much slower than the link to the host, so no more goes there than must; what else takes
 host memory may be worth less than it costs now. How much memory a share frees is tried rather than
@@ -50,7 +50,7 @@ def _with_disk(start: Tried, attempt: Attempt, host: int) -> Tried:
     """The same with the smallest share on the disk that makes room; with all, if that does not."""
     if start.host <= host:
         return start
-    most = round(PARTS * (1 - start.choices.host_share))
+    most = math.floor(PARTS * (1 - start.choices.host_share - start.choices.gpu_share) + 1e-6)
     least, too_much = 0, start.host
     fits = attempt(_on_disk(start.choices, most)) if most else None
     if fits is None or fits.host > host:

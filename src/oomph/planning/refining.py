@@ -1,10 +1,10 @@
 """What is tried rather than heard, where the optimizer left the GPU: who waits where, who steps.
 
 How many gradients wait on the GPU for the norm of all, how many blocks have their weights there,
-how much state comes before that norm is known and what share of the steps the host's cores make
-decides which copies meet in a step; how many rows the loss has at a time, whether the allocator
-finds room between them. Only a rehearsal of the whole step knows what that comes to, so each is
-moved for as long as it makes the step faster.
+how much state stays there, how much of it comes before that norm is known and what share of the
+steps the host's cores make decides which copies meet in a step; how many rows the loss has at a
+time, whether the allocator finds room between them. Only a rehearsal of the whole step knows what
+that comes to, so each is moved for as long as it makes the step faster.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ Attempt = Callable[[Choices], Tried | None]
 Move = Callable[[Choices], Choices]
 
 
-def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -> Tried:
+def refine(
+    best: Tried, attempt: Attempt, *, gradients: int, first: float, host_steps: bool
+) -> Tried:
     """The fastest that was found; `gradients` are the bytes of all.
 
-    `host_steps` says that it is known how fast the host's cores step.
+    `first` is the share of all parameters that the optimizer's first tensor has. `host_steps` says
+    that it is known how fast the host's cores step.
     """
     best = _smaller_loss(best, attempt)
     if (room := best.choices.gradient_room) is not None:
@@ -60,15 +63,32 @@ def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -
         # Those that forward needs first have the least time to come.
         fewer = [away[math.ceil(part * len(away)) :] for part in PARTS]
         best = _climb(best, [_setting(weights_away=paths) for paths in fewer], attempt)
-    best = _come_early(best, attempt)
+    best = _come_early(_let_stay(best, attempt, first), attempt)
     if host_steps:
         # Late: how fast the host is beside all else is what is known least.
-        shared = _climb(best, [_setting(host_share=share) for share in SHARES], attempt)
-        half_more = round(shared.choices.host_share + SHARES[0] / 2, 2)
-        shared = _climb(shared, [_setting(host_share=half_more)], attempt)
+        shared = _have_host_step(best, attempt)
         # What the host steps leaves room on the GPU.
         best = _come_early(shared, attempt) if shared is not best else best
     return _smaller_loss(best, attempt)
+
+
+def _let_stay(best: Tried, attempt: Attempt, first: float) -> Tried:
+    """With as much state on the GPU as makes it faster.
+
+    An embedding is done last in backward, all at once: nothing would hide that its state comes.
+    """
+    shares = [math.ceil(share * 1000) / 1000 for share in (first, *PARTS) if first <= share < 1]
+    moves = [_setting(gpu_share=share) for share in dict.fromkeys(shares)]
+    return _climb(best, moves, attempt)
+
+
+def _have_host_step(best: Tried, attempt: Attempt) -> Tried:
+    """With as much stepped by the host's cores, of what is there, as makes it faster."""
+    most = 1 - best.choices.gpu_share
+    shares = [share for share in SHARES if share <= most]
+    shared = _climb(best, [_setting(host_share=share) for share in shares], attempt)
+    half_more = round(shared.choices.host_share + SHARES[0] / 2, 2)
+    return _climb(shared, [_setting(host_share=half_more)] if half_more <= most else [], attempt)
 
 
 def _smaller_loss(best: Tried, attempt: Attempt) -> Tried:

@@ -63,6 +63,8 @@ class Survey:
     """Output layers over a large vocabulary, by path: how wide they are, and their input."""
     trainable: int
     """Parameters that have gradients."""
+    first: int
+    """Those of the tensor that the optimizer steps first: an embedding, as a rule."""
     can_fuse: bool
     """Whether the optimizer has a fused step that the job does not use yet."""
     can_low_bit: bool
@@ -112,6 +114,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         others=seen.others(chosen),
         heads=seen.heads,
         trainable=seen.trainable,
+        first=seen.first,
         can_fuse=seen.can_fuse,
         can_low_bit=seen.can_low_bit,
         steps_per_parameter=seen.steps_per_parameter,
@@ -127,7 +130,7 @@ class _Seen:
     def __init__(self, clock: Clock, look: Look) -> None:
         self._clock = clock
         self._look = look
-        self.trainable = 0
+        self.trainable = self.first = 0
         self.can_fuse = self.can_low_bit = self.steps_per_parameter = False
         self.calls: list[Call] = []
         self.families: list[Any] = []
@@ -154,6 +157,8 @@ class _Seen:
         model.eval = model.train  # type: ignore[method-assign]
         model.forward = torch.enable_grad()(model.forward)
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        self.first = next((p.numel() for p in stepped if p.requires_grad), 0)
         self.can_fuse = can_fuse(optimizer) and not all(
             group.get("fused") for group in optimizer.param_groups
         )

@@ -25,9 +25,10 @@ REACHED = 0.79
 HOST_ADAM = 3.7e9
 #: What such an update reads and writes of a parameter: four numbers in, three out.
 HOST_ADAM_BYTES = 28
-#: The part of its speed that the host keeps in a step, where copies read and write its memory and
-#: kernels are launched. Inferred, not measured by itself: steps of a model of 3 B parameters took
-#: as long as if it kept 0.44 in one run and 0.31 in another. The lower one is counted on.
+#: The part of its speed, in bytes, that the host keeps in a step, where copies read and write its
+#: memory and kernels are launched. Beside an H200, with a model of 3 B parameters in bf16, it was
+#: 0.44 with a quarter of the parameters and 0.51 with two fifths; on another of these machines a
+#: step took as long as if it were 0.27. Who shares the host is not known: a low one is counted on.
 HOST_IN_A_STEP = 0.3
 #: The time of the host that a copy takes, with the events and the Python around it, in launches of
 #: a kernel: measured beside an H200 with models of many small parameters. Others that go with it

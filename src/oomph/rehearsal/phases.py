@@ -161,7 +161,7 @@ def _rehearse(
                 evaluate_batch(stage, part)
     if "save" in phases:
         with recorder.phase("save"):
-            _save(model, optimizer)
+            _save(stage)
 
 
 def _set_stage(
@@ -326,10 +326,10 @@ def _first_of_each_size(parts: list[Any]) -> list[Any]:
     return parts[:3] + ([last] if last is not None and len(parts) > 3 else [])
 
 
-def _save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _save(stage: Stage) -> None:
     """Every tensor of model and optimizer goes to the host, one after the other."""
-    for tensor in tensors_in(model.state_dict()):
+    for tensor in tensors_in(stage.model.state_dict()):
         tensor.cpu()
-    if optimizer is not None:
-        for tensor in tensors_in(optimizer.state_dict()["state"]):
+    if stage.optimizer is not None:
+        for tensor in tensors_in(stage.optimizer_state()["state"]):
             tensor.cpu()

@@ -170,10 +170,13 @@ class Applied:
     def taken_back(self) -> Iterator[None]:
         """While active, model and optimizer are as they were; then all is applied again.
 
+        Refused before anything is changed where host memory has no room for what is on the disk.
         Loss scaler and all else that the stage learned stay. 8-bit state does not come back as it
         was: it must not be taken back on the way.
         """
         assert not self.choices.low_bit_state
+        if self.stage.host is not None:
+            self.stage.host.check_undo()
         self._undos.close()
         # A scheduler's step is not to be rehearsed: it would step this optimizer, not its copy.
         own = vars(self.stage.optimizer)
@@ -309,6 +312,7 @@ class Applied:
             HostPlacement(
                 host_share=choices.host_share,
                 disk_share=choices.disk_share,
+                gpu_share=choices.gpu_share,
                 keep_gradients=choices.gradient_room,
                 bucket=bucket_bytes(trained),
                 ahead=choices.state_ahead,

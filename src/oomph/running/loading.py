@@ -334,10 +334,8 @@ def _load_model(stage: Stage, saved: Mapping[str, Any]) -> None:
     if stage.masters is None:
         return
     for name, parameter in stage.model.named_parameters():
-        master = stage.masters.master_of(parameter)
-        if master is not parameter:
-            master.copy_(saved[name])
-            stage.masters.refresh(master)
+        if stage.masters.master_of(parameter) is not parameter:
+            stage.masters.write(parameter, saved[name])
 
 
 def _load_optimizer(stage: Stage, stored: Stored) -> None:

@@ -267,7 +267,13 @@ class Run:
         )
 
     def undo(self) -> None:
-        """Take the plan back; model and optimizer keep what they learned."""
+        """Take the plan back; model and optimizer keep what they learned.
+
+        Where host memory has no room for what the optimizer has on the disk, that is said and the
+        run can go on: it can be saved.
+        """
+        if self._undo is not None and self._stage.host is not None:
+            self._stage.host.check_undo()
         undo, self._undo = self._undo, None
         if self._prefetcher is not None:
             self._prefetcher.close()
@@ -405,8 +411,9 @@ def fit(
     a while where there is more. It also plans for longer batches when they come.
 
     The plan leaves room for `prefetch` batches that `run.batches` puts on the device ahead. What
-    leaves the GPU stays inside the host memory that is free; optimizer state with no room there
-    waits on the disk of the folder `disk`, by default that of $TMPDIR or else of /var/tmp.
+    leaves the GPU stays inside the host memory that is free; optimizer state and masters with no
+    room there wait on the disk of the folder `disk`, by default that of $TMPDIR or else of
+    /var/tmp.
     """
     job = Job(model, loss, optimizer, batch, **options)
     _refuse_own_changes(job)

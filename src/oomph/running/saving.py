@@ -13,7 +13,6 @@ Tensors go to the disk a piece at a time: saving takes no memory on the device.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -77,7 +76,7 @@ def save(now: Situation, folder: Path, *, keep: int) -> Path:
         "optimizer": {
             "class": type(now.stage.optimizer).__name__,
             "parameters": optimized_parameters(now.stage),
-            "state": take_apart(optimizer_state(now.stage), "optimizer", files[OPTIMIZER]),
+            "state": take_apart(now.stage.optimizer_state(), "optimizer", files[OPTIMIZER]),
         },
         "scaler": take_apart(scaler_state(now.stage), "scaler", state),
         "random": take_apart(get_random_state(now.device), "random", state),
@@ -106,13 +105,6 @@ def plain_model_state(stage: Stage) -> dict[str, Any]:
             if (master := masters.master_of(parameter)) is not parameter and name in state:
                 state[name] = master
     return state
-
-
-def optimizer_state(stage: Stage) -> dict[str, Any]:
-    """The optimizer's state dict; its tensors are those in use, or stand for them."""
-    assert stage.optimizer is not None, "a run has an optimizer"
-    with stage.host.state_left_on_disk() if stage.host is not None else contextlib.nullcontext():
-        return stage.optimizer.state_dict()
 
 
 def optimized_parameters(stage: Stage) -> list[list[str]]:
@@ -159,10 +151,12 @@ def _take_model_apart(
     tensors.update(
         (name, value) for name, value in state.items() if name not in shared and name not in extra
     )
+    # Parameters lie as their masters do, which may be elsewhere and show nothing of it.
+    laid_out = stage.model.state_dict(keep_vars=True)
     return {
         "names": list(state),
         "shared": shared,
-        "strides": {name: tensor.stride() for name, tensor in tensors.items() if _permuted(tensor)},
+        "strides": {name: laid_out[name].stride() for name in tensors if _permuted(laid_out[name])},
         "extra": take_apart(extra, "model", others),
     }
 

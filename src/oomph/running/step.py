@@ -55,6 +55,12 @@ class Stage:
         if self.host is not None:
             self.host.settle()
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state dict; its tensors are those in use, or stand for them."""
+        assert self.optimizer is not None, "a job without an optimizer is only evaluated"
+        with self.host.state_left_on_disk() if self.host is not None else contextlib.nullcontext():
+            return self.optimizer.state_dict()
+
     check: Callable[[Tensor | None], None] | None = None
     """Given the loss when all gradients are there, before the optimizer steps; may raise."""
 

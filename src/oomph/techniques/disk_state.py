@@ -1,12 +1,14 @@
-"""Optimizer state on the disk, for parameters whose state has no room in host memory.
+"""Optimizer state on the disk, with masters, for parameters that have no room in host memory.
 
-Each piece of a parameter has a slot for each tensor of its state (`oomph.host.slots`), taken before
-the first step: a disk that is too small says so then. A piece comes to the GPU, is stepped there
-and goes back. In the optimizer's own `state` a stand-in without numbers has the tensor's place.
+Each piece of a parameter has a slot for each tensor of its state, and for its master where it has
+one (`oomph.host.slots`), taken before the first step: a disk that is too small says so then. A
+piece comes to the GPU, is stepped there and goes back. Where the optimizer would show a tensor it
+shows a stand-in: of its shape and type, and not a number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -16,10 +18,15 @@ from oomph.host.link import Copy
 from oomph.host.slots import SlotStore
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.optimizer_twin import State
-from oomph.techniques.step_buckets import Piece, Trained
+from oomph.techniques.step_buckets import Piece, Trained, pieces_of
 
 #: Smaller parameters are not worth a slot: bytes of what is stepped.
 LEAST = 1 << 20
+#: What a parameter's master is called, beside the names of its state.
+MASTER = "master"
+
+#: Opens slots on the disk: bytes of the largest, and how many buffers there are before it.
+OpenSlots = Callable[[int, int], SlotStore]
 
 _Key = tuple[Trained, int, str]
 
@@ -37,81 +44,108 @@ def choose_for_disk(parameters: Iterable[Trained], share: float) -> list[Trained
     return chosen
 
 
+def open_disk_state(
+    open_slots: OpenSlots,
+    chosen: Iterable[Trained],
+    made: Callable[[Trained], State],
+    *,
+    bucket: int,
+    ahead: int,
+) -> DiskState | None:
+    """Room on the disk for what parameters will have there; None where that is nothing.
+
+    `made` tells what state a first step makes, `bucket` and `ahead` are as for `HostPlacement`.
+    """
+    pieces = {trained: pieces_of(trained, bucket) for trained in chosen}
+    types = {trained: _types(trained, made(trained)) for trained in pieces}
+    sizes = {
+        dtype.itemsize * max(piece.numel for piece in pieces[trained])
+        for trained, own in types.items()
+        for dtype in own.values()
+    }
+    if not sizes:
+        return None
+    # As many as come ahead, one that is stepped and one that leaves.
+    buffers = max(map(len, types.values())) * (ahead + 2)
+    store = open_slots(max(sizes), buffers)
+    try:
+        return DiskState(store, pieces, types)
+    except BaseException:
+        store.close()
+        raise
+
+
 class DiskState:
-    """The state of some parameters, by their pieces."""
+    """The state of some parameters, and their masters, by their pieces and names."""
 
     def __init__(
         self,
         store: SlotStore,
         pieces: Mapping[Trained, Sequence[Piece]],
-        made: Callable[[Trained], State],
+        types: Mapping[Trained, Mapping[str, torch.dtype]],
     ) -> None:
         self._store = store
         self._pieces = pieces
-        #: By parameter: the types of the tensors of its state.
-        self._types = {
-            trained: {name: v.dtype for name, v in made(trained).items() if is_kept(v)}
-            for trained in pieces
-        }
+        self._types = types
         self._slots: dict[_Key, int] = {
             (trained, piece.start, name): store.slot(piece.numel * dtype.itemsize)
             for trained, own in pieces.items()
             for piece in own
-            for name, dtype in self._types[trained].items()
+            for name, dtype in types[trained].items()
         }
         #: By slot: the last copy to it, until it is known to be on the disk.
         self._puts: dict[int, Copy] = {}
         self._sent: set[int] = set()
+        self._stand_ins: dict[tuple[Trained, str], Tensor] = {}
+        #: By the storage of a stand-in, which is never freed before this.
+        self._stands_for: dict[int, tuple[Trained, str]] = {}
 
     def __contains__(self, trained: object) -> bool:
         return trained in self._pieces
 
-    def fetch(self, piece: Piece, device: torch.device) -> tuple[dict[str, Tensor], list[Copy]]:
-        """Begin to bring a piece that was sent before."""
-        there = {
-            name: gpu_like(piece.of(piece.trained.like), device, dtype)
-            for name, dtype in self._types[piece.trained].items()
-        }
-        return there, [self._store.get(self._slot(piece, n), t) for n, t in there.items()]
+    def names(self, trained: Trained, *, has_state: bool = True) -> list[str]:
+        """Of a parameter's tensors: those of its state, if it has any yet, and its master."""
+        return [name for name in self._types[trained] if has_state or name == MASTER]
 
-    def send(self, piece: Piece, state: State) -> list[Copy]:
-        """Let a piece's state leave for the disk."""
+    def state_names(self, trained: Trained) -> list[str]:
+        """Of the tensors of a parameter's state."""
+        return [name for name in self._types[trained] if name != MASTER]
+
+    def room(self, piece: Piece, device: torch.device, names: Collection[str]) -> dict[str, Tensor]:
+        """Memory on the GPU for some tensors of a piece."""
+        like, types = piece.of(piece.trained.like), self._types[piece.trained]
+        return {name: gpu_like(like, device, types[name]) for name in names}
+
+    def fetch(self, piece: Piece, room: Mapping[str, Tensor]) -> list[Copy]:
+        """Begin to bring tensors of a piece that were sent before."""
+        return [self._store.get(self._slot(piece, name), there) for name, there in room.items()]
+
+    def send(self, piece: Piece, tensors: Mapping[str, Tensor]) -> list[Copy]:
+        """Let tensors of a piece leave for the disk."""
         copies = []
-        for name in self._types[piece.trained]:
+        for name, tensor in tensors.items():
             slot = self._slot(piece, name)
-            self._puts[slot] = self._store.put(slot, state[name])
+            self._puts[slot] = self._store.put(slot, tensor)
             self._sent.add(slot)
             copies.append(self._puts[slot])
         return copies
 
-    def announce(self, pieces: Iterable[Piece]) -> None:
-        """Say which pieces will be fetched next, in this order."""
-        self._store.announce(
-            [
-                self._slot(piece, name)
-                for piece in pieces
-                if piece.trained in self
-                for name in self._types[piece.trained]
-            ]
-        )
+    def announce(self, wanted: Iterable[tuple[Piece, Collection[str]]]) -> None:
+        """Say which pieces will be fetched next, in this order, and what of each."""
+        self._store.announce([self._slot(piece, name) for piece, names in wanted for name in names])
 
-    def write(self, trained: Trained, state: State) -> None:
-        """Put a parameter's whole state there; its tensors are not needed any more afterwards."""
+    def write(self, trained: Trained, tensors: Mapping[str, Tensor]) -> None:
+        """Put a parameter's whole tensors there, which are not needed any more afterwards."""
         for piece in self._pieces[trained]:
-            part = {name: piece.of(state[name]) for name in self._types[trained]}
-            for copy in self.send(piece, part):
+            for copy in self.send(piece, {name: piece.of(t) for name, t in tensors.items()}):
                 copy.wait()
 
     def read(
-        self, trained: Trained, device: torch.device, names: Collection[str] | None = None
+        self, trained: Trained, device: torch.device, names: Collection[str]
     ) -> dict[str, Tensor]:
-        """A parameter's whole state, or some of its tensors, on a device."""
+        """Some of a parameter's tensors as a whole, on a device."""
         self.finish()  # what goes from host to host waits for nobody
-        whole = {
-            name: gpu_like(trained.like, device, dtype)
-            for name, dtype in self._types[trained].items()
-            if names is None or name in names
-        }
+        whole = {name: gpu_like(trained.like, device, self._types[trained][name]) for name in names}
         for piece in self._pieces[trained]:
             for name, tensor in whole.items():
                 slot = self._slot(piece, name)
@@ -121,13 +155,26 @@ class DiskState:
                     piece.of(tensor).zero_()
         return whole
 
-    def nbytes(self, trained: Trained) -> int:
-        """What the state of a parameter takes."""
-        return sum(trained.leaf.numel() * t.itemsize for t in self._types[trained].values())
+    def nbytes(self, trained: Trained, names: Collection[str]) -> int:
+        """What some of a parameter's tensors take."""
+        return sum(trained.leaf.numel() * self._types[trained][name].itemsize for name in names)
 
-    def types(self, trained: Trained) -> Mapping[str, torch.dtype]:
-        """Of the tensors of a parameter's state, by their names."""
-        return self._types[trained]
+    def stand_in(self, trained: Trained, name: str) -> Tensor:
+        """What is shown for a tensor: memory for one number that nobody takes for one."""
+        key = trained, name
+        if key not in self._stand_ins:
+            number = torch.full((), math.nan, dtype=self._types[trained][name], device="cpu")
+            self._stand_ins[key] = number.expand(trained.like.shape)
+            self._stands_for[number.untyped_storage()._cdata] = key
+        return self._stand_ins[key]
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """What a tensor stands for: itself, unless what it shows is a stand-in."""
+        found = self._stands_for.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return tensor
+        trained, name = found
+        return self.read(trained, torch.device("cpu"), [name])[name]
 
     def finish(self) -> None:
         """Wait until all that was sent is on the disk; raises what went wrong."""
@@ -146,3 +193,9 @@ class DiskState:
 def is_kept(value: object) -> bool:
     """Whether a value of an optimizer's state is kept outside the GPU: counters are not."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _types(trained: Trained, made: State) -> dict[str, torch.dtype]:
+    """Of what a parameter has on the disk."""
+    types = {name: value.dtype for name, value in made.items() if is_kept(value)}
+    return {**types, MASTER: trained.owned.dtype} if trained.has_master else types

@@ -7,7 +7,8 @@ Two ways, of which each takes a share of the parameters:
 - *on the host* (`host_share`): gradients leave, the host's cores step their own copy of the weights
   and the new weights come back. Equal to the plain optimizer but for the last bits.
 
-State for which host memory has no room waits on the disk (`disk_share`), and is streamed.
+What has no room in host memory, state and masters alike, waits on the disk (`disk_share`), and is
+streamed. What has room on the GPU stays there (`gpu_share`), and nothing waits for it.
 
 When a parameter is stepped depends on the job. Without clipping and without a GradScaler a bucket
 is stepped inside backward, as soon as its gradients are complete. With either, all gradients must
@@ -54,18 +55,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput
+from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy, Link
-from oomph.host.slots import SlotStore
 from oomph.job import repeated_blocks
-from oomph.techniques.disk_state import DiskState, choose_for_disk, is_kept
+from oomph.techniques.disk_state import DiskState, OpenSlots, choose_for_disk, open_disk_state
 from oomph.techniques.first_use import FirstUse
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
+from oomph.techniques.host_masters import HostMasters
 from oomph.techniques.host_state import HostState
 from oomph.techniques.host_step import HostStep
-from oomph.techniques.host_tensors import brought_home, host_tensor, to_host_now
+from oomph.techniques.host_tensors import host_tensor
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.low_bit_state import has_low_bit_state
-from oomph.techniques.master_weights import AwayWeights
+from oomph.techniques.master_weights import AwayWeights, KeptMasters
 from oomph.techniques.optimizer_in_backward import (
     Masters,
     check_per_parameter,
@@ -80,13 +82,10 @@ from oomph.techniques.optimizer_twin import (
     is_elementwise,
 )
 from oomph.techniques.partial_steps import tell_followers
-from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets, pieces_of
+from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets
 from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import StreamedWeights
-
-#: Opens slots on the disk: bytes of the largest, and how many buffers there are before it.
-OpenSlots = Callable[[int, int], SlotStore]
 
 #: Buckets that backward completes for each that comes early: weights use the same way.
 EARLY_PACE = 3
@@ -97,6 +96,8 @@ class RoundedMasters(Masters, Protocol):
 
     away: AwayWeights | None
     """Where the model's weights are that are not on the GPU."""
+    kept: KeptMasters | None
+    """Where the masters are, which the optimizer does not show at all times."""
 
     def note_rounded(self, owned: Tensor) -> None:
         """A master was stepped and rounded into its parameter."""
@@ -109,7 +110,9 @@ class HostPlacement:
     host_share: float = 0.0
     """The part of all elements that the host's cores step: those that forward needs last."""
     disk_share: float = 0.0
-    """The part of all elements whose state waits on the disk; the GPU steps them."""
+    """The part of all elements whose state, and masters, wait on the disk; the GPU steps them."""
+    gpu_share: float = 0.0
+    """The part of all elements whose state, and masters, stay on the GPU: the optimizer's first."""
     keep_gradients: int | None = None
     """Bytes of gradients that may wait on the GPU, those that forward needs first; None is all."""
     bucket: int = 64 << 20
@@ -128,7 +131,7 @@ class HostOptimizer:
     hook is wanted; the model's repeated blocks if none are given. `weights` are those that are on
     the host. `clip_norm` and `scaler` are what the job uses. `home` says where the state and the
     master of a parameter go in the end, if that is not where the parameter is or was. `disk` opens
-    slots on the disk, where some of the state goes there.
+    slots on the disk, where some of it goes there.
     """
 
     def __init__(
@@ -163,18 +166,19 @@ class HostOptimizer:
         self.dirty = False
         self._trained = _find_trained(optimizer, masters, weights)
         self._by_leaf = {trained.leaf: trained for trained in self._trained}
-        #: On the host: what the optimizer steps of parameters that have a master.
-        self._host_masters: dict[Trained, Tensor] = {}
-        self._masters_hidden = False
-        self._disk = _open_disk(disk, optimizer, self._trained, placement)
-        self._state = HostState(link, optimizer, self._disk)
+        #: Whose state and masters are on the GPU as ever.
+        self._staying = _staying(self._trained, placement.gpu_share)
+        leaving = [trained for trained in self._trained if trained not in self._staying]
+        self._disk = _open_disk(disk, optimizer, leaving, placement)
+        self._state = HostState(link, optimizer, self._disk, self._staying)
+        self._host_masters = HostMasters(link, self._disk, self._staying)
         self._shows_disk = True
         self._gradients = LeavingGradients(link, placement.bucket * placement.ahead)
         parts = StepParts(
             link=link,
             optimizer=optimizer,
             state=self._state,
-            masters=self._host_masters,
+            masters=self._host_masters.in_memory,
             weights=weights,
             rounded=self._note_rounded,
         )
@@ -257,7 +261,7 @@ class HostOptimizer:
         self._complete_step()
         self._streamed.settle()
         self._gradients.release()
-        self._show_masters()
+        self._host_masters.show()
 
     @contextlib.contextmanager
     def state_left_on_disk(self) -> Iterator[None]:
@@ -269,13 +273,19 @@ class HostOptimizer:
             self._shows_disk = True
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """What a tensor of a state dict stands for: itself, unless that is on the disk."""
-        return self._state.numbers(tensor)
+        """What a tensor of a state dict, or a master, stands for: itself, if not on the disk."""
+        return self._disk.numbers(tensor) if self._disk is not None else tensor
 
     def _show_all(self) -> None:
         self.settle()
-        if self._shows_disk:
+        if self._disk is not None and self._shows_disk:
+            self._check_room("showing what the optimizer has on the disk")
             self._state.show()
+            self._host_masters.show_numbers()
+
+    def _check_room(self, what: str) -> None:
+        """Refuse to bring more from the disk than host memory has room for."""
+        check_host_memory(self._state.hidden_bytes + self._host_masters.hidden_bytes, what)
 
     def abandon(self) -> None:
         """Drop the gradients of a batch that is not to be stepped; a step under way goes on."""
@@ -286,6 +296,11 @@ class HostOptimizer:
         for trained in self._trained:
             trained.owned.grad = trained.leaf.grad = None
         self._begin_batch()
+
+    def check_undo(self) -> None:
+        """Refuse, before anything is undone, to bring back what host memory has no room for."""
+        if self._disk is not None and any(self._home_of(t).type == "cpu" for t in self._trained):
+            self._check_room("undoing what keeps the optimizer on the disk (saving it does not)")
 
     def undo(self) -> None:
         """State and masters are where the plain optimizer has them; to be called before `weights`'.
@@ -298,18 +313,17 @@ class HostOptimizer:
         self._streamed.settle()
         self._gradients.close()
         for trained in self._trained:
-            home, device = self._home_of(trained), trained.leaf.device
+            home = self._home_of(trained)
             self._state.move_in(trained, home)
             self._place_counter(trained, home)
-            if (master := self._host_masters.pop(trained, None)) is not None:
-                trained.owned.data = brought_home(self._link, master, home, device)
+            self._host_masters.move_in(trained, home)
         self._state.forget()
         self._state.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._first_use.remove()
-        self._follow_weights(None)
+        self._be_asked(False)
         self._trained, self._by_leaf, self._pending = [], {}, {}
         self._order = _Order([], [], set(), (), set())
         self._begin_batch()
@@ -331,9 +345,7 @@ class HostOptimizer:
             self._place_counter(trained, trained.leaf.device)
             if made is not None:
                 self._state.reserve(trained, made(trained.group, trained.owned.dtype))
-            if trained.has_master:
-                self._host_masters[trained] = to_host_now(self._link, trained.owned)
-                trained.owned.data = self._host_masters[trained]
+            self._host_masters.move_out(trained)
 
     def _home_of(self, trained: Trained) -> torch.device:
         """Where the plain optimizer has the state of a parameter."""
@@ -344,15 +356,16 @@ class HostOptimizer:
             return self._weights.origin(trained.leaf)
         return trained.leaf.device
 
-    def _follow_weights(self, weights: StreamedWeights | None) -> None:
-        """Have whoever reads weights of the host ask first, or nobody any more."""
+    def _be_asked(self, asked: bool) -> None:
+        """Have whoever reads weights or masters of the host ask first, or nobody any more."""
         if self._masters is not None:
-            self._masters.away = weights
+            self._masters.away = self._weights if asked else None
+            self._masters.kept = self._host_masters if asked else None
         if self._weights is not None:
-            self._weights.ask_before_reading(self._may_read if weights is not None else None)
+            self._weights.ask_before_reading(self._may_read if asked else None)
 
     def _add_hooks(self) -> None:
-        self._follow_weights(self._weights)
+        self._be_asked(True)
         for trained in self._trained:
             hook = trained.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
             self._handles.append(hook)
@@ -368,7 +381,8 @@ class HostOptimizer:
         unit_of = self._first_use.freeze()
         places = {leaf: at for at, leaf in enumerate(unit_of)}
         ordered = sorted(self._trained, key=lambda trained: places.get(trained.leaf, -1))
-        streamed, on_host = _split(ordered, self._placement.host_share, self._disk or ())
+        bound = {t for t in ordered if t in self._staying or t in (self._disk or ())}
+        streamed, on_host = _split(ordered, self._placement.host_share, bound)
         for trained in on_host:
             self._host.make_room(trained)
             self._place_counter(trained, torch.device("cpu"))
@@ -419,7 +433,7 @@ class HostOptimizer:
         if not self._late:
             self._complete_step()
         self._streamed.release()
-        self._hide_masters()
+        self._host_masters.hide()
         self._state.hide()
         self._gradients.begin_backward()
         self._check_groups()
@@ -690,20 +704,6 @@ class HostOptimizer:
         if self._masters is not None:
             self._masters.note_rounded(owned)
 
-    def _hide_masters(self) -> None:
-        """Where a gradient arrives there is a tensor on the GPU, though nothing is in it."""
-        if not self._masters_hidden:
-            for trained in self._host_masters:
-                leaf = trained.leaf
-                nothing = torch.zeros((), dtype=trained.owned.dtype, device=leaf.device)
-                trained.owned.data = nothing.expand(leaf.shape)
-            self._masters_hidden = True
-
-    def _show_masters(self) -> None:
-        for trained, master in self._host_masters.items():
-            trained.owned.data = master
-        self._masters_hidden = False
-
     # -- state dicts ------------------------------------------------------------------------------
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -740,6 +740,8 @@ class HostOptimizer:
             return value.clone()
         if value.dim() and trained is not None and trained in (self._disk or ()):
             return value.to(parameter.dtype)  # from where it is to the disk
+        if trained in self._staying:
+            return value.to(device=trained.leaf.device, dtype=parameter.dtype, copy=True)
         if value.dim() and trained is not None:
             # It lies as its parameter does, which has another shape where it is a part of state.
             like = trained.like if trained.like.shape == value.shape else value
@@ -854,7 +856,7 @@ def _check(
         raise BadInput("state in 8 bits cannot go to the host: choose one or the other")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise BadInput("a differentiable optimizer cannot go to the host: leave it on the GPU")
-    for share in (placement.host_share, placement.disk_share):
+    for share in (placement.host_share, placement.disk_share, placement.gpu_share):
         if not 0 <= share <= 1:
             raise BadInput(f"a share is between 0 and 1, not {share}")
     if placement.bucket <= 0 or placement.ahead < 1:
@@ -884,12 +886,12 @@ def _find_trained(
 
 
 def _split(
-    ordered: list[Trained], host_share: float, on_disk: Container[Trained]
+    ordered: list[Trained], host_share: float, bound: Container[Trained]
 ) -> tuple[list[Trained], list[Trained]]:
-    """What is streamed, and what the host steps: the last ones in its memory, up to its share."""
+    """What the GPU steps, and the host: the last not `bound` to the GPU, up to its share."""
     left = host_share * sum(trained.leaf.numel() for trained in ordered)
     on_host: list[Trained] = []
-    for trained in reversed([trained for trained in ordered if trained not in on_disk]):
+    for trained in reversed([trained for trained in ordered if trained not in bound]):
         left -= trained.leaf.numel()
         if left < 0:
             break
@@ -898,13 +900,29 @@ def _split(
     return [trained for trained in ordered if trained not in taken], on_host
 
 
+def _staying(trained: Sequence[Trained], share: float) -> set[Trained]:
+    """The first ones, up to this share of all elements.
+
+    These are mostly those that forward uses first: backward completes them last, when nothing is
+    left to compute beside which their state could come.
+    """
+    left = share * sum(one.leaf.numel() for one in trained)
+    staying: set[Trained] = set()
+    for one in trained:
+        left -= one.leaf.numel()
+        if left < 0:
+            break
+        staying.add(one)
+    return staying
+
+
 def _open_disk(
     open_slots: OpenSlots | None,
     optimizer: torch.optim.Optimizer,
     trained: Sequence[Trained],
     placement: HostPlacement,
 ) -> DiskState | None:
-    """Room on the disk for the state of the share that goes there."""
+    """Room on the disk for what goes there of its share."""
     chosen = choose_for_disk(trained, placement.disk_share)
     if not chosen:
         return None
@@ -915,24 +933,13 @@ def _open_disk(
         )
     assert open_slots is not None, "there is no disk to put state on"
     made = _made_states(optimizer)
-    pieces = {one: pieces_of(one, placement.bucket) for one in chosen}
-    states = {one: made(one.group, one.owned.dtype) for one in chosen}
-    sizes = {
-        value.element_size() * max(piece.numel for piece in pieces[one])
-        for one in chosen
-        for value in states[one].values()
-        if is_kept(value)
-    }
-    if not sizes:
-        return None
-    each = max(sum(map(is_kept, state.values())) for state in states.values())
-    # As many as come ahead, one that is stepped and one that leaves.
-    store = open_slots(max(sizes), each * (placement.ahead + 2))
-    try:
-        return DiskState(store, pieces, states.__getitem__)
-    except BaseException:
-        store.close()
-        raise
+    return open_disk_state(
+        open_slots,
+        chosen,
+        lambda one: made(one.group, one.owned.dtype),
+        bucket=placement.bucket,
+        ahead=placement.ahead,
+    )
 
 
 def _first_unit(ordered: list[Trained], unit_of: Mapping[Tensor, int]) -> set[Trained]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from oomph.techniques.optimizer_twin import Group, OptimizerTwin
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
 from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import scale
+
+#: Bytes at whose multiples a converted gradient begins: whole numbers of any type, and of vectors.
+_ALIGNED = 64
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,6 +51,7 @@ class HostStep:
         #: The version that a parameter had when the host's copy was made or sent back.
         self._versions: dict[Trained, int] = {}
         self._turns: dict[Bucket, _Turn] = {}
+        self._scratch = _Scratch()
 
     def make_room(self, trained: Trained) -> None:
         """Take the host memory that a parameter needs."""
@@ -123,6 +128,7 @@ class HostStep:
         self._turns.clear()
         self._weights.clear()
         self._versions.clear()
+        self._scratch = _Scratch()
 
     def _return(self, turn: _Turn) -> None:
         turn.work.finish()
@@ -156,23 +162,67 @@ class HostStep:
         groups: Sequence[Group],
         coefficient: Tensor | None,
     ) -> None:
+        # A kernel takes tensors of a first step, or others, but not both.
+        alike: dict[tuple[int, bool], list[Piece]] = {}
         for piece in pieces:
-            trained = piece.trained
-            stepped = piece.of(
-                self._parts.masters[trained] if trained.has_master else self._weights[trained]
-            )
-            gradient = piece.of(slots[trained]).to(stepped.dtype)
-            scale([gradient], coefficient)
-            stepped.grad = gradient
-            on_host = self._parts.state.tensors(piece)
-            before = {**self._parts.state.scalars(piece), **on_host}
-            (after,) = self._twin.step(groups[trained.group], [stepped], [before])
-            stepped.grad = None
-            for name, target in self._parts.state.store(piece, after).items():
-                if after[name] is not on_host.get(name):
-                    target.copy_(after[name])
-            if trained.has_master:
-                piece.of(self._weights[trained]).copy_(stepped)
+            is_first = not self._parts.state.tensors(piece)
+            alike.setdefault((piece.trained.group, is_first), []).append(piece)
+        for (group, _), own in alike.items():
+            gradients = [piece.of(slots[piece.trained]) for piece in own]
+            self._step_together(groups[group], own, gradients, coefficient)
+
+    def _step_together(
+        self,
+        group: Group,
+        pieces: Sequence[Piece],
+        gradients: Sequence[Tensor],
+        coefficient: Tensor | None,
+    ) -> None:
+        """Step pieces of a group in one go: between kernels this thread waits for its turn."""
+        state = self._parts.state
+        stepped = [piece.of(self._stepped_tensor(piece.trained)) for piece in pieces]
+        gradients = self._scratch.converted(gradients, [tensor.dtype for tensor in stepped])
+        scale(gradients, coefficient)
+        for tensor, gradient in zip(stepped, gradients, strict=True):
+            tensor.grad = gradient
+        on_host = [state.tensors(piece) for piece in pieces]
+        before = [{**state.on_gpu(p), **own} for p, own in zip(pieces, on_host, strict=True)]
+        after = self._twin.step(group, stepped, before)
+        for piece, tensor, old, new in zip(pieces, stepped, on_host, after, strict=True):
+            tensor.grad = None
+            for name, target in state.store(piece, new).items():
+                if new[name] is not old.get(name):
+                    target.copy_(new[name])
+            if piece.trained.has_master:
+                piece.of(self._weights[piece.trained]).copy_(tensor)
+
+    def _stepped_tensor(self, trained: Trained) -> Tensor:
+        return self._parts.masters[trained] if trained.has_master else self._weights[trained]
+
+
+class _Scratch:
+    """Memory for gradients in another type: new memory would cost more than the step itself."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def converted(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Tensors in these types, until the next call; those that have them are the same."""
+        begins = [0]
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            size = tensor.numel() * dtype.itemsize if tensor.dtype != dtype else 0
+            begins.append(begins[-1] + math.ceil(size / _ALIGNED) * _ALIGNED)
+        if begins[-1] > self._memory.numel():
+            self._memory = torch.empty(begins[-1], dtype=torch.uint8)
+        return [
+            tensor
+            if tensor.dtype == dtype
+            else self._memory[begin:end]
+            .view(dtype)
+            .as_strided(tensor.shape, tensor.stride())
+            .copy_(tensor)
+            for tensor, dtype, begin, end in zip(tensors, dtypes, begins, begins[1:], strict=False)
+        ]
 
 
 def _traffic(pieces: Sequence[Piece], clipped: bool) -> int:

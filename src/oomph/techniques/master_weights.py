@@ -43,6 +43,16 @@ class AwayWeights(Protocol):
         """Give a parameter other numbers."""
 
 
+class KeptMasters(Protocol):
+    """Masters that the optimizer does not show as they are; see `HostMasters`."""
+
+    def numbers(self, owned: Tensor) -> Tensor:
+        """What a master is."""
+
+    def write(self, owned: Tensor, numbers: Tensor) -> None:
+        """Give a master other numbers."""
+
+
 class MasterWeights:
     """Gives the model's fp32 parameters that the optimizer owns the type `dtype`.
 
@@ -61,6 +71,8 @@ class MasterWeights:
         self._optimizer = optimizer
         #: Told by whoever steps weights that are not on the GPU.
         self.away: AwayWeights | None = None
+        #: Told by whoever keeps masters elsewhere.
+        self.kept: KeptMasters | None = None
         self._pairs: dict[Tensor, _Pair] = {}  # by parameter
         self._by_master: dict[Tensor, _Pair] = {}
         self._step_hook = optimizer.register_step_post_hook(self._after_step)
@@ -88,16 +100,21 @@ class MasterWeights:
         return pair.master if pair is not None else parameter
 
     @torch.no_grad()
+    def write(self, parameter: Tensor, numbers: Tensor) -> None:
+        """Give a parameter's master other numbers, and the parameter what they round to."""
+        pair = self._pairs[parameter]
+        if self.kept is not None:
+            self.kept.write(pair.master, numbers)
+        else:
+            pair.master.copy_(numbers)
+        self._round(pair, numbers.to(pair.master.dtype))
+
+    @torch.no_grad()
     def refresh(self, owned: Tensor) -> None:
         """Round a master into the model, after it was written to outside a step."""
         pair = self._by_master.get(owned)
         if pair is not None:
-            if self.away is not None and self.away.holds(pair.parameter):
-                self.away.write(pair.parameter, owned)
-            else:
-                # Not through .data: autograd must notice if backward still needs the old value.
-                pair.parameter.copy_(owned)
-            pair.version = pair.parameter._version
+            self._round(pair, self.kept.numbers(owned) if self.kept is not None else owned)
 
     def note_rounded(self, owned: Tensor) -> None:
         """Somebody else stepped a master and rounded it into the model."""
@@ -117,6 +134,14 @@ class MasterWeights:
             _rename_state(self._optimizer, pair.master, pair.parameter)
         self._pairs.clear()
         self._by_master.clear()
+
+    def _round(self, pair: _Pair, numbers: Tensor) -> None:
+        if self.away is not None and self.away.holds(pair.parameter):
+            self.away.write(pair.parameter, numbers)
+        else:
+            # Not through .data: autograd must notice if backward still needs the old value.
+            pair.parameter.copy_(numbers)
+        pair.version = pair.parameter._version
 
     def _split(
         self, parameter: nn.Parameter, owned: list[Tensor], at: int, dtype: torch.dtype

@@ -22,7 +22,7 @@ class StepParts:
     optimizer: torch.optim.Optimizer
     state: HostState
     masters: Mapping[Trained, Tensor]
-    """On the host, of the parameters that have one."""
+    """In host memory, of the parameters that have one there."""
     weights: StreamedWeights | None
     """Those that are on the host themselves."""
     rounded: Callable[[Tensor], None]

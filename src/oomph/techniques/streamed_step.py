@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
 from oomph.host.link import Copies, Copy, DoneCopy, Pairs
+from oomph.techniques.disk_state import MASTER
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
@@ -52,7 +53,7 @@ class StreamedStep:
             return
         visit = _Visit()
         pairs: list[tuple[Tensor, Tensor]] = []
-        begun: list[Copy] = []
+        from_disk: dict[Piece, dict[str, Tensor]] = {}
         for piece in bucket.pieces:
             device = piece.trained.leaf.device
             on_host = self._parts.state.tensors(piece)
@@ -61,10 +62,16 @@ class StreamedStep:
             if (home := self._home(piece.trained)) is not None:
                 visit.stepped[piece] = gpu_like(piece.of(home), device)
                 pairs.append((piece.of(home), visit.stepped[piece]))
-            from_disk, copies = self._parts.state.from_disk(piece, device)
-            visit.state[piece] |= from_disk
-            begun += copies
+            from_disk[piece] = self._parts.state.room_from_disk(piece, device)
+            visit.state[piece] |= from_disk[piece]
+            if MASTER in visit.state[piece]:
+                visit.stepped[piece] = visit.state[piece].pop(MASTER)
         # All memory is there: from here on nothing can fail with copies under way.
+        begun = [
+            copy
+            for piece, room in from_disk.items()
+            for copy in self._parts.state.from_disk(piece, room)
+        ]
         visit.copy = _together(self._link.to_gpu_all(pairs), begun)
         self._visits[bucket] = visit
 
@@ -108,13 +115,14 @@ class StreamedStep:
                 given.pop(piece).to(dtype) for piece, dtype in zip(pieces, dtypes, strict=True)
             ]
             scale(scaled, coefficient)
+            # Masters and weights that came, or those that are here: the owned one is the master.
             tensors = [
-                visit.stepped[piece] if piece in visit.stepped else piece.of(piece.trained.leaf)
+                visit.stepped[piece] if piece in visit.stepped else piece.of(piece.trained.owned)
                 for piece in pieces
             ]
             for tensor, gradient in zip(tensors, scaled, strict=True):
                 tensor.grad = gradient
-            before = [{**self._parts.state.scalars(p), **visit.state.pop(p)} for p in pieces]
+            before = [{**self._parts.state.on_gpu(p), **visit.state.pop(p)} for p in pieces]
             after = self._twin.step(groups[group], tensors, before)
             del before
             for piece, tensor, state in zip(pieces, tensors, after, strict=True):
@@ -122,7 +130,7 @@ class StreamedStep:
                 stepped[piece] = tensor
                 for name, target in self._parts.state.store(piece, state).items():
                     pairs.append((state[name], target))
-                sent += self._parts.state.to_disk(piece, state)
+                sent += self._parts.state.to_disk(piece, {**state, MASTER: tensor})
         self._leaving.append(_together(self._leave(stepped, pairs), sent))
 
     def _leave(self, stepped: Mapping[Piece, Tensor], state: Pairs) -> Copy:
@@ -132,7 +140,8 @@ class StreamedStep:
         for piece, tensor in stepped.items():
             trained = piece.trained
             if trained.has_master:
-                pairs.append((tensor, piece.of(self._parts.masters[trained])))
+                if (master := self._parts.masters.get(trained)) is not None:
+                    pairs.append((tensor, piece.of(master)))
                 if trained.away is None:
                     piece.of(trained.leaf).copy_(tensor)
                 self._parts.rounded(trained.owned)
@@ -151,8 +160,8 @@ class StreamedStep:
         return copy
 
     def _home(self, trained: Trained) -> Tensor | None:
-        """What of a parameter is on the host and is stepped: its master, or its weights."""
-        return self._parts.masters.get(trained, trained.away)
+        """What of a parameter is in host memory and is stepped: its master, or its weights."""
+        return self._parts.masters.get(trained) if trained.has_master else trained.away
 
     def release(self, most: int = 0) -> None:
         """Wait for the buckets on their way to the host, but for the last `most`."""
