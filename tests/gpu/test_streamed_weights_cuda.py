@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from late_link import CUDA, PLACES, LateLink, poison
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oomph.host.cuda_link import CudaLink
+from oomph.host.disk_slots import DiskSlots
 from oomph.job import Job
 from oomph.running.inference import apply_inference, plan_inference
+from oomph.techniques.cold_weights import OnDisk
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.recompute import recompute
@@ -229,6 +235,34 @@ def test_forwards_one_after_the_other_are_the_same(
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
+@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+def test_forwards_from_the_disk_are_the_same_whatever_is_late(
+    no_grad: Callable[[], Any], late: Collection[str], tmp_path: Path
+) -> None:
+    model = Net().to(CUDA).eval()
+    x = torch.randn(SAMPLES, WIDTH, device=CUDA)
+    link = LateLink(late)
+
+    def open_slots(largest: int, buffers: int) -> DiskSlots:
+        return DiskSlots(link, tmp_path, largest=largest, buffers=buffers)
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with no_grad():
+        expected = model(x)
+        on_disk = OnDisk(blocks=BLOCKS, open_slots=open_slots)
+        streamed = StreamedWeights(model, BLOCKS, link, on_disk=on_disk)
+        for _ in range(4):
+            assert torch.equal(model(x), expected)
+    state = model.state_dict()
+    assert all(torch.equal(state[name].to(CUDA), value) for name, value in before.items())
+    streamed.undo()
+    link.close()
+    assert {p.device for p in model.parameters()} == {CUDA}
+    with no_grad():
+        assert torch.equal(model(x), expected)
+
+
 def test_a_failed_backward_leaves_everything_usable() -> None:
     options = HOWS["kept"][1]
     expected = train(Plain(Net().to(CUDA)), **options)
@@ -305,3 +339,43 @@ def test_a_model_of_the_host_runs_on_the_card_as_planned() -> None:
                 assert torch.equal(run(batch).cpu(), expected)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         del run
+
+
+def test_a_model_of_the_host_runs_on_the_card_with_blocks_on_the_disk(tmp_path: Path) -> None:
+    model = Net(width=2048).eval()
+    batch = torch.randn(4, 2048)
+    expected = Net(width=2048).to(CUDA).eval()(batch.to(CUDA)).detach().cpu()
+    job = Job(model, None, None, batch)
+    card = torch.cuda.get_device_name(CUDA)
+    whole = plan_inference(job, gpu=card)
+    budget = whole.estimate.smallest_budget - (64 << 20)
+    plan = plan_inference(job, gpu=card, budget=budget)
+    # No host is too small for this model: as if one were, with more blocks than buffers.
+    plan = dataclasses.replace(plan, streamed=tuple(BLOCKS), on_disk=tuple(BLOCKS))
+    with memory_back():
+        with apply_inference(plan, job, disk=tmp_path) as run:
+            for _ in range(3):
+                assert torch.equal(run(batch).cpu(), expected)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        del run
+    assert torch.equal(Net(width=2048).blocks[4].up.weight, model.blocks[4].up.weight)
+
+
+def test_a_model_of_a_checkpoint_runs_on_the_card_from_host_and_disk(tmp_path: Path) -> None:
+    plain = Net(width=2048)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    del state["blocks.3.up.weight"]  # that of the first block
+    save_file(state, tmp_path / "model.safetensors")
+    batch = torch.randn(4, 2048)
+    expected = plain.to(CUDA).eval()(batch.to(CUDA)).detach().cpu()
+    del plain, state
+    job = Job(functools.partial(Net, width=2048), None, None, batch)
+    plan = plan_inference(job, gpu=torch.cuda.get_device_name(CUDA))
+    plan = dataclasses.replace(plan, streamed=tuple(BLOCKS), on_disk=tuple(BLOCKS[1:]))
+    with memory_back():
+        run = apply_inference(plan, job, disk=tmp_path, checkpoint=tmp_path)
+        for _ in range(3):
+            assert torch.equal(run(batch).cpu(), expected)
+        assert run.model.first.weight.device == CUDA
+        run.undo()
+        assert all(parameter.is_meta for parameter in run.model.parameters())

@@ -296,6 +296,28 @@ def test_a_read_error_is_raised_by_its_own_get_and_by_no_other(
     store.close()
 
 
+@pytest.mark.parametrize("announced", [False, True])
+def test_what_could_not_be_read_is_read_again(
+    announced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskSlots(SharedLink(), tmp_path, largest=100, buffers=3)
+    slots = [store.slot(100) for _ in range(4)]
+    for slot in slots:
+        store.put(slot, torch.full((100,), slot, dtype=torch.uint8)).finish()
+    target = torch.empty(100, dtype=torch.uint8)
+    with monkeypatch.context() as patched:
+        refuse(patched, "preadv", errno.EIO)
+        for _ in range(2):
+            with pytest.raises(DiskDamaged):
+                store.get(slots[0], target).wait()
+    if announced:
+        store.announce(slots)
+    for slot in slots:
+        store.get(slot, target).wait()
+        assert (target == slot).all()
+    store.close()
+
+
 def test_a_ring_that_host_memory_cannot_hold_is_refused_before_it_is_made(tmp_path: Path) -> None:
     link = SharedLink()
     with pytest.raises(HostMemoryFull, match="the ring of buffers before the disk needs") as caught:

@@ -141,7 +141,12 @@ class DiskSlots:
         self._ring.append(buffer)
 
     def _buffer_of(self, slot: int) -> _Buffer | None:
-        return next((buffer for buffer in self._ring if buffer.slot == slot), None)
+        """The one that holds a slot's bytes, or will; a failed read counts as none."""
+        buffer = next((buffer for buffer in self._ring if buffer.slot == slot), None)
+        if buffer is not None and _has_failed(buffer.filled_by):
+            buffer.slot, buffer.wanted = None, False
+            return None
+        return buffer
 
     def _forget(self, slot: int) -> None:
         """What a buffer holds of a slot is about to be old."""
@@ -240,5 +245,8 @@ class _Get:
     @property
     def over(self) -> bool:
         """Whether it reads its buffer no more once `copy` is done, or failed before it could."""
-        failed = isinstance(self._filled_by, DiskCopy) and self._filled_by.error is not None
-        return self.copy is not None or failed
+        return self.copy is not None or _has_failed(self._filled_by)
+
+
+def _has_failed(copy: Copy) -> bool:
+    return isinstance(copy, DiskCopy) and copy.error is not None

@@ -1,7 +1,8 @@
 """Inference with weights off the GPU: as few blocks are streamed as the budget asks for.
 
 Blocks that are streamed are spread over the model, so that the copy of each has the time of those
-between it and the one before. The same code places the weights in a rehearsal and on the card.
+between it and the one before. They wait in host memory, and where that is too small as few of them
+as must be on the disk. The same code places the weights in a rehearsal and on the card.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,20 +22,35 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from oomph.errors import BadInput, CannotRehearse, DoesNotFit, OomphError
+from oomph.errors import BadInput, CannotRehearse, DoesNotFit, HostTooSmall, OomphError, UnknownName
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU, find_gpu
-from oomph.host.limits import check_host_memory
+from oomph.host.disk_slots import DiskSlots
+from oomph.host.limits import check_disk, check_host_memory, host_limits
 from oomph.host.link import Link
 from oomph.host.open_link import open_link
+from oomph.host.scratch_file import default_folder
 from oomph.job import Job, build_model, make_batch, repeated_blocks
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.link import RehearsedLink
 from oomph.rehearsal.phases import fake_actors
+from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.slots import RehearsedSlots
 from oomph.rehearsal.world import pretend
+from oomph.running.empty_model import (
+    check_buffers,
+    faked,
+    has_no_numbers,
+    parameters_without_numbers,
+    read_instead,
+)
+from oomph.running.run import free_host_memory
+from oomph.running.weight_files import WeightFiles
 from oomph.techniques.autocast import autocast, use_tf32
+from oomph.techniques.cold_weights import BUFFERS, OnDisk
 from oomph.techniques.micro_batch import in_evaluation
-from oomph.techniques.placing import PlacedWeights, move_model
+from oomph.techniques.placing import PlacedWeights
+from oomph.techniques.streamed_weights import Source
 from oomph.timing.clock import Clock
 from oomph.units import format_bytes, parse_bytes
 
@@ -44,7 +62,9 @@ class InferencePlan:
     """Which weights are where, and what that is predicted to need."""
 
     streamed: tuple[str, ...]
-    """The blocks whose weights are on the host; all other weights are on the GPU."""
+    """The blocks whose weights are off the GPU; all other weights are on it."""
+    on_disk: tuple[str, ...]
+    """Those of them whose weights are on the disk, not in host memory."""
     ahead: int
     """Blocks that come while one runs."""
     estimate: Estimate
@@ -52,6 +72,8 @@ class InferencePlan:
     forward_seconds: float
     """Predicted for a forward like that, after another one."""
     host_bytes: int
+    """With the buffers before the disk, and the block that is on its way there."""
+    disk_bytes: int
 
 
 class InferenceRun:
@@ -70,6 +92,8 @@ class InferenceRun:
         *,
         device: torch.device,
         ahead: int = 1,
+        on_disk: OnDisk | None = None,
+        files: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         self.model = model
         self._job = job
@@ -79,12 +103,26 @@ class InferenceRun:
             if job.precision == "tf32":
                 undos.callback(use_tf32())
             undos.enter_context(in_evaluation(model))
-            if streamed:
-                placed = PlacedWeights(model, streamed, link, device=device, ahead=ahead)
-                undos.callback(placed.undo)
-            else:
-                undos.callback(move_model(model, device))
+            source: Source | None = None
+            if files is not None:
+                source, undo = read_instead(model, files)
+                undos.callback(undo)
+            self._placed = PlacedWeights(
+                model,
+                streamed,
+                link,
+                device=device,
+                ahead=ahead,
+                on_disk=on_disk,
+                source=source,
+            )
+            undos.callback(self._placed.undo)
             self._undos = undos.pop_all()
+
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """The blocks whose weights are on the disk."""
+        return self._placed.streamed.on_disk if self._placed.streamed is not None else ()
 
     def __call__(self, batch: Any) -> Any:
         """What the model makes of a batch; where the job has a loss function, what that gives."""
@@ -101,7 +139,11 @@ class InferenceRun:
             return self.model(**batch) if isinstance(batch, Mapping) else self.model(batch)
 
     def undo(self) -> None:
-        """Every weight is where it was, and no host memory is taken any more."""
+        """Every weight is where it was, and no host memory is taken any more.
+
+        `HostMemoryFull` where that has no room for what is on the disk: then nothing has changed.
+        """
+        self._placed.undo()
         self._undos.close()
 
     def __enter__(self) -> InferenceRun:
@@ -117,15 +159,25 @@ class InferenceRun:
 
 
 def plan_inference(
-    job: Job, *, gpu: str | GPU, budget: str | int | None = None, ahead: int = 1
+    job: Job,
+    *,
+    gpu: str | GPU,
+    budget: str | int | None = None,
+    ahead: int = 1,
+    host: str | int | None = None,
 ) -> InferencePlan:
     """The fewest streamed blocks with which a forward over the job's batch fits the budget.
 
-    `DoesNotFit` says what it takes with all of them streamed.
+    `DoesNotFit` says what it takes with all of them streamed. `host` is the host memory that these
+    may take; without it, what is free, if `gpu` is this machine's. The fewest for which there is no
+    room go to the disk; `HostTooSmall` says what is missing with all of them there.
     """
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     limit = parse_bytes(budget) if budget is not None else card.memory
-    as_it_is, blocks = _rehearsed(job, card, limit, 0, ahead)
+    if isinstance(job.model, nn.Module) and has_no_numbers(job.model):
+        job = dataclasses.replace(job, model=functools.partial(faked, job.model))
+    rehearsed = functools.partial(_rehearsed, job, card, limit, ahead)
+    as_it_is, blocks = rehearsed(0, 0)
     if as_it_is.estimate.fits:
         return as_it_is
     # With fewer than that, all that are streamed would be on the GPU all the same.
@@ -133,47 +185,146 @@ def plan_inference(
     plans: dict[int, InferencePlan] = {}
 
     def fits(count: int) -> bool:
-        plans[count], _ = _rehearsed(job, card, limit, count, ahead)
+        plans[count], _ = rehearsed(count, 0)
         return plans[count].estimate.fits
 
     at = bisect.bisect_left(counts, True, key=fits)
-    if at < len(counts):
-        return plans[counts[at]]
-    least = plans[counts[-1]] if counts else as_it_is
-    smallest = least.estimate.smallest_budget
-    raise DoesNotFit(
-        f"{job.name} needs {format_bytes(smallest)} on {card.name} even with the weights of"
-        f" {len(least.streamed)} of its {blocks} blocks on the host, and the budget is"
-        f" {format_bytes(limit)}: raise it, or take a smaller batch",
-        smallest,
-    )
+    if at == len(counts):
+        least = plans[counts[-1]] if counts else as_it_is
+        smallest = least.estimate.smallest_budget
+        raise DoesNotFit(
+            f"{job.name} needs {format_bytes(smallest)} on {card.name} even with the weights of"
+            f" {len(least.streamed)} of its {blocks} blocks on the host, and the budget is"
+            f" {format_bytes(limit)}: raise it, or take a smaller batch",
+            smallest,
+        )
+    plan = plans[counts[at]]
+    room = parse_bytes(host) if host is not None else _free_beside(card, job)
+    if room is None or plan.host_bytes <= room:
+        return plan
+    return _with_disk(job, plan, room, rehearsed, as_it_is.estimate.smallest_budget)
+
+
+def _with_disk(
+    job: Job,
+    start: InferencePlan,
+    room: int,
+    rehearsed: Callable[[int, int], tuple[InferencePlan, int]],
+    without: int,
+) -> InferencePlan:
+    """The same with as few blocks on the disk as host memory asks for."""
+    streamed = len(start.streamed)
+
+    @functools.cache
+    def tried(count: int) -> InferencePlan:
+        return rehearsed(streamed, count)[0]
+
+    least = min(start, tried(streamed), key=lambda plan: plan.host_bytes)
+    missing = least.host_bytes - room
+    if missing > 0:
+        raise HostTooSmall(
+            f"{job.name} needs {format_bytes(least.host_bytes)} of host memory even with"
+            f" {len(least.on_disk)} of its {streamed} streamed blocks on the disk, and there is"
+            f" {format_bytes(room)}: {format_bytes(missing)} of host memory is missing (that much"
+            f" more, or {format_bytes(without)} on the GPU, where nothing has to leave it, would"
+            " do)",
+            without,
+            missing,
+        )
+    # Blocks are nearly alike: each has as much room on the host as another.
+    count = streamed - (-missing * streamed // start.host_bytes)
+    while tried(count).host_bytes > room:
+        count += 1
+    while count > 1 and tried(count - 1).host_bytes <= room:
+        count -= 1
+    return tried(count)
+
+
+def _free_beside(card: GPU, job: Job) -> int | None:
+    """Host memory for what leaves the GPU, if that is this machine's; else nothing is known."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        here = find_gpu(torch.cuda.get_device_name())
+    except UnknownName:
+        return None
+    return free_host_memory(job.model, torch.device("cuda")) if here.name == card.name else None
 
 
 def apply_inference(
-    plan: InferencePlan, job: Job, *, device: str | torch.device | None = None
+    plan: InferencePlan,
+    job: Job,
+    *,
+    device: str | torch.device | None = None,
+    disk: str | Path | None = None,
+    checkpoint: str | Path | None = None,
 ) -> InferenceRun:
     """Place the weights of the job's own model as planned, on the GPU where there is one.
 
     A model that does not fit the GPU is given on the CPU, or as a function that builds it there.
+    What the plan has on the disk goes to that of the folder `disk`, by default that of $TMPDIR or
+    else of /var/tmp.
+
+    A model that does not fit the host is given as a function, or on the meta device, with its
+    weights in a `checkpoint`: a safetensors file, or a folder with one or with shards and their
+    index. They are read one at a time and go where they belong; undone, the model has none.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     target = torch.device(device)
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
-    model = build_model(dataclasses.replace(job, checkpointing="none"))
+    without = parameters_without_numbers() if checkpoint is not None else contextlib.nullcontext()
+    with without:
+        model = build_model(dataclasses.replace(job, checkpointing="none"))
+    files = _numbers_for(model, Path(checkpoint) if checkpoint is not None else None)
     missing = [path for path in plan.streamed if path not in dict(model.named_modules())]
     if missing:
         raise BadInput(f"the plan streams {missing[0]}, which {type(model).__name__} has not")
-    check_host_memory(_host_bytes_to_take(model, plan.streamed), "keeping weights on the host")
+    folder = Path(disk) if disk is not None else default_folder()
+    if plan.on_disk:
+        check_disk(plan.disk_bytes, folder, "the plan")
+    check_host_memory(_host_bytes_to_take(model, plan, folder), "keeping weights on the host")
     link = open_link(target)
-    return InferenceRun(job, model, plan.streamed, link, device=target, ahead=plan.ahead)
+
+    def open_slots(largest: int, buffers: int) -> DiskSlots:
+        return DiskSlots(link, folder, largest=largest, buffers=buffers)
+
+    return InferenceRun(
+        job,
+        model,
+        plan.streamed,
+        link,
+        device=target,
+        ahead=plan.ahead,
+        on_disk=OnDisk(blocks=plan.on_disk, open_slots=open_slots),
+        files=files,
+    )
+
+
+def _numbers_for(model: nn.Module, checkpoint: Path | None) -> dict[Tensor, Tensor] | None:
+    """What a model's weights are to be, where it has none; refuses what does not fit together."""
+    if checkpoint is None:
+        if has_no_numbers(model):
+            raise BadInput(
+                f"weights of this {type(model).__name__} are on the meta device, without numbers:"
+                " name the checkpoint that has them"
+            )
+        return None
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise BadInput(
+                f"{name} has numbers of its own: build the model on the meta device, or give no"
+                " checkpoint"
+            )
+    check_buffers(model)
+    return WeightFiles(checkpoint).match(model)
 
 
 def _rehearsed(
-    job: Job, gpu: GPU, budget: int, count: int, ahead: int
+    job: Job, gpu: GPU, budget: int, ahead: int, count: int, on_disk: int
 ) -> tuple[InferencePlan, int]:
-    """What it takes to stream so many blocks, and how many there are."""
+    """What it takes to stream so many blocks, some from the disk; and how many there are."""
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]), pretend(gpu) as recorder:
         recorder.clock = Clock.of(gpu)
@@ -185,7 +336,16 @@ def _rehearsed(
                 streamed = _spread(blocks, count)
                 link = RehearsedLink(recorder, gpu)
                 cuda = torch.device("cuda", 0)
-                run = InferenceRun(job, actors.model, streamed, link, device=cuda, ahead=ahead)
+                open_slots = functools.partial(_rehearsed_slots, recorder, link, gpu)
+                run = InferenceRun(
+                    job,
+                    actors.model,
+                    streamed,
+                    link,
+                    device=cuda,
+                    ahead=ahead,
+                    on_disk=OnDisk(blocks=_spread(streamed, on_disk), open_slots=open_slots),
+                )
             with recorder.phase("eval"):
                 run(actors.batch)
                 begin = recorder.seconds
@@ -209,10 +369,12 @@ def _rehearsed(
     )
     plan = InferencePlan(
         streamed=streamed,
+        on_disk=run.on_disk,
         ahead=ahead,
         estimate=estimate,
         forward_seconds=seconds,
         host_bytes=recorder.timeline.host_bytes,
+        disk_bytes=recorder.timeline.disk_bytes,
     )
     return plan, len(blocks)
 
@@ -228,9 +390,19 @@ def _spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(blocks[at * len(blocks) // count] for at in range(count))
 
 
-def _host_bytes_to_take(model: nn.Module, streamed: Sequence[str]) -> int:
-    """What leaves the GPU, and one block more: it is there twice while it is moved."""
-    sizes = {path: set(model.get_submodule(path).parameters()) for path in streamed}
-    leaving = {p for parameters in sizes.values() for p in parameters if p.device.type != "cpu"}
-    twice = max((sum(p.nbytes for p in parameters) for parameters in sizes.values()), default=0)
-    return sum(p.nbytes for p in leaving) + twice
+def _host_bytes_to_take(model: nn.Module, plan: InferencePlan, folder: Path) -> int:
+    """What leaves the GPU, the buffers before the disk, and the block that is moved just then."""
+    blocks = {path: set(model.get_submodule(path).parameters()) for path in plan.streamed}
+    in_memory = set(blocks) - set(plan.on_disk)
+    if plan.on_disk and host_limits(folder).disk_is_memory:
+        in_memory = set(blocks)
+    leaving = {p for path in in_memory for p in blocks[path] if p.device.type != "cpu"}
+    largest = max((sum(p.nbytes for p in each) for each in blocks.values()), default=0)
+    at_a_time = 1 + (BUFFERS if plan.on_disk else 0)
+    return sum(p.nbytes for p in leaving) + at_a_time * largest
+
+
+def _rehearsed_slots(
+    recorder: Recorder, link: RehearsedLink, gpu: GPU, largest: int, buffers: int
+) -> RehearsedSlots:
+    return RehearsedSlots(recorder, link, gpu, largest=largest, buffers=buffers)

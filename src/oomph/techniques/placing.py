@@ -1,4 +1,5 @@
-"""Weights where they wait and compute: those of some blocks on the host, all others on the GPU.
+"""Weights where they wait and compute: those of some blocks on the host or on the disk, all others
+on the GPU.
 
 A model that was built on the host is then never on the GPU as a whole, and no two copies of it are
 on the host: blocks go to their memory one after the other, the rest one parameter at a time. With
@@ -18,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from oomph.host.link import Link
-from oomph.techniques.streamed_weights import StreamedWeights
+from oomph.techniques.cold_weights import OnDisk
+from oomph.techniques.streamed_weights import Source, StreamedWeights
 from oomph.techniques.technique import Undo
 
 
 class PlacedWeights:
     """A model that computes on `device`, with the weights of the blocks `away` on the host.
 
-    `ahead` and `wraps` are as for `StreamedWeights`.
+    `ahead`, `wraps`, `on_disk` and `source` are as for `StreamedWeights`.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class PlacedWeights:
         device: torch.device,
         ahead: int = 1,
         wraps: bool = True,
+        on_disk: OnDisk | None = None,
+        source: Source | None = None,
     ) -> None:
         self._homes: dict[Tensor, torch.device] = {p: p.device for p in model.parameters()}
         #: Those that are away; None where all are on the device.
@@ -45,10 +49,19 @@ class PlacedWeights:
         with contextlib.ExitStack() as undos:
             if away:
                 self.streamed = StreamedWeights(
-                    model, away, link, ahead=ahead, device=device, wraps=wraps
+                    model,
+                    away,
+                    link,
+                    ahead=ahead,
+                    device=device,
+                    wraps=wraps,
+                    on_disk=on_disk,
+                    source=source,
                 )
                 undos.callback(self.streamed.undo)
                 streamed = set(self.streamed.parameters)
+            if source is not None:
+                undos.callback(_fill(model, device, source, but=streamed))
             undos.callback(move_model(model, device, but=streamed))
             self._undos = undos.pop_all()
 
@@ -58,7 +71,28 @@ class PlacedWeights:
 
     def undo(self) -> None:
         """Every weight is where it was before, with the numbers that it has now."""
+        if self.streamed is not None:
+            self.streamed.undo()  # before all else: it may be refused, and asked for again
         self._undos.close()
+
+
+def _fill(
+    model: nn.Module, device: torch.device, source: Source, *, but: Collection[nn.Parameter]
+) -> Undo:
+    """Give stand-ins their numbers on a device, but for some; undone, they hold none again."""
+    empty = {parameter: parameter.data for parameter in model.parameters() if parameter not in but}
+
+    def undo() -> None:
+        for parameter, nothing in empty.items():
+            parameter.data = nothing
+
+    try:
+        for parameter in empty:
+            parameter.data = source(parameter).to(device, copy=True)
+    except BaseException:
+        undo()
+        raise
+    return undo
 
 
 def move_model(

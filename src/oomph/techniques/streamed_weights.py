@@ -7,7 +7,8 @@ each backward and in each token that is generated. A wrong guess costs time, nev
 Parameters stay the same objects. While a block is not here, each of its parameters shows one NaN in
 place of all its numbers: whoever looks at it then sees that something is wrong, and whoever writes
 to it gets an error. What is loaded into the model, saved from it or copied with it are the host's
-numbers.
+numbers. Blocks whose weights have no room on the host have them on the disk (`cold_weights`): these
+are only read from then on, by forwards and by whoever saves or copies the model.
 
 What autograd saves of a weight, as it is, as a view or as autocast's copy of it, becomes a note of
 where in its block it was; backward finds it in the memory that the block then has. So nothing keeps
@@ -36,14 +37,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from oomph.errors import BadInput
+from oomph.errors import BadInput, OomphError
+from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy, Link
+from oomph.techniques.cold_weights import ColdWeights, OnDisk, refuse_to_load
 from oomph.techniques.host_tensors import brought_home
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
 from oomph.techniques.weight_blocks import (
+    Place,
     Unit,
     device_of,
+    end_of,
     find_blocks,
     lay_out,
     streamed_by,
@@ -51,6 +56,8 @@ from oomph.techniques.weight_blocks import (
 
 #: Whether the host's numbers of these parameters may be read; the flag says that a block runs now.
 MayRead = Callable[[Sequence[nn.Parameter], bool], bool]
+#: The numbers of parameters that are stand-ins for those in a file.
+Source = Callable[[nn.Parameter], Tensor]
 
 
 class _Phase(Enum):
@@ -66,7 +73,10 @@ class StreamedWeights:
 
     They run on `device`, which is where they are now if none is given. A weight that is also used
     outside of the blocks stays where it is; one that several blocks use comes with each of them.
-    With `wraps` the blocks ask for their weights at once; else from when `wrap` is called on.
+    With `wraps` the blocks ask for their weights at once; else from when `wrap` is called on. Those
+    of the blocks in `on_disk` are there instead of on the host, but for what other blocks use too.
+    With a `source` the parameters hold no numbers themselves, and will hold none when this is
+    undone: it gives those that a parameter is to have.
     """
 
     def __init__(
@@ -78,18 +88,25 @@ class StreamedWeights:
         ahead: int = 1,
         device: torch.device | None = None,
         wraps: bool = True,
+        on_disk: OnDisk | None = None,
+        source: Source | None = None,
     ) -> None:
         if ahead < 0:
             raise BadInput(f"blocks come ahead of the one that runs, not {ahead}")
         modules = find_blocks(model, blocks)
         self._link = link
+        self._source = source
+        self._brings_back = source is None
         self._most = 1 + ahead
         self._units: list[Unit] = []
         #: By parameter: the units that it is a part of.
         self._using: dict[Tensor, list[Unit]] = {}
         #: The host's numbers of each parameter, and the device that it came from.
         self._hosts: dict[nn.Parameter, Tensor] = {}
-        self._origins: dict[Tensor, torch.device] = {}
+        self._origins: dict[nn.Parameter, torch.device] = {}
+        #: The bytes of parameters on the host that are in no block's slab.
+        self._apart: dict[nn.Parameter, Tensor] = {}
+        self._cold: ColdWeights | None = None
         #: Who must be done before the host's numbers of a parameter are what they should be.
         self._writes: dict[Tensor, list[Copy]] = {}
         #: How often the host's numbers of a parameter were changed.
@@ -113,8 +130,14 @@ class StreamedWeights:
         self._device = device or device_of(streamed)
         try:
             with _plainly():
+                if on_disk is not None:
+                    self._move_to_disk(modules, on_disk, streamed)
                 for path, module in modules.items():
-                    self._move_out(path, module, streamed)
+                    if self._cold is None or path not in self._cold:
+                        self._move_out(path, module, streamed)
+            numbers = {path: number for number, path in enumerate(modules)}
+            self._units.sort(key=lambda unit: numbers[unit.path])
+            self._source = None  # it may keep files open
             self._add_hooks(model)
             if wraps:
                 self.wrap()
@@ -124,12 +147,29 @@ class StreamedWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose numbers are on the host."""
-        return list(self._hosts)
+        """The parameters whose numbers are on the host or on the disk."""
+        return list(self._origins)
+
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """The blocks with weights on the disk."""
+        return tuple(unit.path for unit in self._units if unit.cold_bytes)
 
     def host_weight(self, parameter: nn.Parameter) -> Tensor:
         """The host's numbers of a parameter; to write to them, see `before_write`."""
         return self._hosts[parameter]
+
+    def numbers(self, parameter: nn.Parameter) -> Tensor:
+        """What a parameter's numbers are: those of the host, or read from the disk."""
+        if parameter in self._hosts:
+            return self._hosts[parameter]
+        (unit,) = self._units_with(parameter)
+        assert self._cold is not None
+        place, saving = unit.places[parameter], self._cold.saving.get(unit.path)
+        if saving is not None:
+            return place.view(saving)
+        with _plainly():
+            return place.view(self._cold.read(unit.path)).clone()
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether the numbers of a parameter are on the host."""
@@ -222,6 +262,7 @@ class StreamedWeights:
 
     def origin(self, parameter: Tensor) -> torch.device:
         """Where a parameter was before, and will be again."""
+        assert isinstance(parameter, nn.Parameter)
         return self._origins[parameter]
 
     def undo(self) -> None:
@@ -229,7 +270,7 @@ class StreamedWeights:
         self.settle()
         with _plainly():
             # All of them first: where memory runs out, nothing has changed yet.
-            back = {parameter: self._brought_back(parameter) for parameter in self._hosts}
+            back = self._all_brought_back() if self._brings_back else self._all_empty()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -240,6 +281,10 @@ class StreamedWeights:
             parameter.__dict__.pop("__deepcopy__", None)
         for unit in self._units:  # a graph that nobody went back through may hold it
             unit.slab, unit.borrowed = torch.empty(0, dtype=torch.uint8), []
+        if self._cold is not None:
+            self._cold.close()
+        self._cold = None
+        self._apart.clear()
         self._hosts.clear()
         self._origins.clear()
         self._units.clear()
@@ -251,60 +296,120 @@ class StreamedWeights:
 
     # -- setting up -------------------------------------------------------------------------------
 
-    def _move_out(self, path: str, module: nn.Module, streamed: set[nn.Parameter]) -> None:
-        """Take a block's weights to the host."""
+    def _move_to_disk(
+        self, modules: Mapping[str, nn.Module], on_disk: OnDisk, streamed: set[nn.Parameter]
+    ) -> None:
+        """Take some blocks' weights to the disk, one block after the other."""
+        used = Counter(p for module in modules.values() for p in module.parameters())
+        cold = {path: modules[path] for path in modules if path in set(on_disk.blocks)}
+        own = {
+            path: lay_out(p for p in module.parameters() if p in streamed and used[p] == 1)
+            for path, module in cold.items()
+        }
+        sizes = {path: end_of(places.values()) for path, places in own.items() if places}
+        if not sizes:
+            return
+        self._cold = ColdWeights(sizes, on_disk.open_slots)
+        for path in sizes:
+            for parameter in cold[path].parameters():
+                if parameter in streamed and used[parameter] > 1 and parameter not in self._hosts:
+                    self._keep_apart(parameter)
+        staging = self._link.host_memory(max(sizes.values()))
+        for path in sizes:
+            self._move_out(path, cold[path], streamed, staging)
+
+    def _keep_apart(self, parameter: nn.Parameter) -> None:
+        """Take a weight to the host that a block of the disk shares with others."""
+        place = Place.of(parameter, 0)
+        self._apart[parameter] = self._link.host_memory(place.nbytes)
+        there = place.view(self._apart[parameter])
+        self._link.to_host(self._given(parameter), there).finish()
+        self._hosts[parameter], self._origins[parameter] = there, parameter.device
+        self._hide(parameter)
+
+    def _move_out(
+        self,
+        path: str,
+        module: nn.Module,
+        streamed: set[nn.Parameter],
+        staging: Tensor | None = None,
+    ) -> None:
+        """Take a block's weights to the host; with `staging`, through that to the disk."""
         mine = [parameter for parameter in module.parameters() if parameter in streamed]
         mine.sort(key=lambda parameter: parameter in self._hosts)  # own ones first, as in the slab
         places = lay_out(mine)
-        own = [places[parameter].end for parameter in mine if parameter not in self._hosts]
+        own = {p: place for p, place in places.items() if p not in self._hosts}
+        nbytes = end_of(own.values())
+        slab = self._link.host_memory(nbytes) if staging is None else staging[:nbytes]
+        there = {parameter: place.view(slab) for parameter, place in own.items()}
+        copies: list[Copy] = []
+        try:
+            for parameter, target in there.items():
+                copies.append(self._link.to_host(self._given(parameter), target))
+        finally:
+            for copy in copies:
+                copy.finish()
+        if staging is None:
+            self._hosts |= there
+        else:
+            assert self._cold is not None
+            self._cold.write(path, slab)
+            slab = self._link.host_memory(0)
+        self._origins |= {parameter: parameter.device for parameter in own}
         unit = Unit(
             path=path,
             module=module,
-            number=len(self._units),
             places=places,
-            nbytes=max((place.end for place in places.values()), default=0),
-            slab=self._link.host_memory(max(own, default=0)),
+            nbytes=end_of(places.values()),
+            slab=slab,
+            borrowed=[
+                (self._bytes_on_host(p), place) for p, place in places.items() if p not in own
+            ],
+            cold_bytes=nbytes if staging is not None else 0,
         )
         self._units.append(unit)
         for parameter in places:
             self._using.setdefault(parameter, []).append(unit)
-        copies: list[Copy] = []
-        hosts: dict[nn.Parameter, Tensor] = {}
-        try:
-            for parameter, place in places.items():
-                if parameter in self._hosts:
-                    lender = self._units_with(parameter)[0]
-                    source = lender.places[parameter].bytes_in(lender.slab)
-                    unit.borrowed.append((source, place))
-                    continue
-                hosts[parameter] = place.view(unit.slab)
-                copies.append(self._link.to_host(parameter.detach(), hosts[parameter]))
-        finally:
-            for copy in copies:
-                copy.finish()
-        self._hosts |= hosts
-        self._origins |= {parameter: parameter.device for parameter in hosts}
-        for parameter in places:
             self._hide(parameter)
 
+    def _given(self, parameter: nn.Parameter) -> Tensor:
+        """The numbers that a parameter is to have."""
+        return parameter.detach() if self._source is None else self._source(parameter)
+
+    def _bytes_on_host(self, parameter: nn.Parameter) -> Tensor:
+        """Those of a weight that is on the host already."""
+        if parameter in self._apart:
+            return self._apart[parameter]
+        lender = self._units_with(parameter)[0]
+        return lender.places[parameter].bytes_in(lender.slab)
+
     def _add_hooks(self, model: nn.Module) -> None:
-        for parameter in self._hosts:
+        for parameter in self._origins:
             copied = functools.partial(_copied, weakref.ref(self), parameter)
             parameter.__dict__["__deepcopy__"] = copied
+        cold = {p for p in self._origins if p not in self._hosts}
         for module in model.modules():
-            own = {n: p for n, p in module._parameters.items() if p in self._hosts}
+            if cold and not cold.isdisjoint(module.parameters()):
+                self._handles.append(refuse_to_load(module))
+            own = {n: p for n, p in module._parameters.items() if p in self._origins}
             if own:
                 self._show_host_to(module, own)
+        for unit in self._units:
+            if unit.cold_bytes and self._cold is not None:
+                self._handles += self._cold.read_once_when_saved(unit.path, unit.module)
 
     def _show_host_to(self, owner: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
-        """What is saved of a module's own parameters, or loaded into them, are the host's."""
+        """What is saved of a module's own parameters, or loaded into them, are the host's.
+
+        Of those on the disk it is what the disk has, and nothing is loaded.
+        """
 
         def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             if module is owner:
                 self.settle()
                 for name, parameter in own.items():
                     if prefix + name in state and parameter is not None:
-                        state[prefix + name] = self._hosts[parameter]
+                        state[prefix + name] = self.numbers(parameter)
 
         def before_load(module: nn.Module, *_: Any) -> None:
             if module is owner:
@@ -325,6 +430,35 @@ class StreamedWeights:
             owner.register_load_state_dict_pre_hook(before_load),
             owner.register_load_state_dict_post_hook(after_load),
         ]
+
+    def _all_brought_back(self) -> dict[nn.Parameter, Tensor]:
+        back = {parameter: self._brought_back(parameter) for parameter in self._hosts}
+        return back | self._back_from_disk()
+
+    def _all_empty(self) -> dict[nn.Parameter, Tensor]:
+        """Stand-ins as they were, without numbers."""
+        return {
+            parameter: torch.zeros((), dtype=parameter.dtype, device=origin).expand(parameter.shape)
+            for parameter, origin in self._origins.items()
+        }
+
+    def _back_from_disk(self) -> dict[nn.Parameter, Tensor]:
+        """The numbers that are on the disk, where they were before."""
+        back: dict[nn.Parameter, Tensor] = {}
+        cold = [unit for unit in self._units if unit.cold_bytes]
+        parameters = [p for unit in cold for p in unit.places if p not in self._hosts]
+        if self._cold is None or not parameters:
+            return back
+        to_host = sum(p.nbytes for p in parameters if self._origins[p].type == "cpu")
+        block = max(unit.cold_bytes for unit in cold)
+        check_host_memory(to_host + block, "bringing weights back from the disk")
+        for unit in cold:
+            memory = self._cold.read(unit.path)
+            for parameter in unit.places:
+                if parameter not in self._hosts:
+                    numbers = unit.places[parameter].view(memory)
+                    back[parameter] = numbers.to(self._origins[parameter], copy=True)
+        return back
 
     def _brought_back(self, parameter: nn.Parameter) -> Tensor:
         return brought_home(
@@ -372,7 +506,7 @@ class StreamedWeights:
 
     def _default(self, moment: _Moment) -> _Moment | None:
         """What follows where it was not seen yet: the next one as they were named."""
-        at = moment.unit.number + (-1 if moment.phase is _Phase.BACKWARD else 1)
+        at = self._units.index(moment.unit) + (-1 if moment.phase is _Phase.BACKWARD else 1)
         if moment.phase is _Phase.EVALUATION:
             at %= len(self._units)
         return _Moment(self._units[at], moment.phase) if 0 <= at < len(self._units) else None
@@ -396,18 +530,38 @@ class StreamedWeights:
         self._residents.append(unit)
         self._memories[_storage(memory)] = unit
         try:
+            if unit.cold_bytes:
+                assert self._cold is not None
+                following = functools.partial(self._cold_after, unit)
+                cold = self._cold.get(unit.path, memory[: unit.cold_bytes], following)
+                unit.copies.append(cold)
             for source, target in pairs:
                 unit.copies.append(self._link.to_gpu(source, target, after))
         except BaseException:
             self._drop(unit)  # a part of it must not be taken for the whole
             raise
 
+    def _cold_after(self, unit: Unit) -> list[str]:
+        """The blocks of the disk that will run after this one, each once, as far as is known."""
+        assert self._moment is not None
+        following: _Moment | None = _Moment(unit, self._moment.phase)
+        seen: dict[_Moment, None] = {}
+        while following is not None and following not in seen:
+            seen[following] = None
+            following = self._follows.get(following) or self._default(following)
+        expected = (moment.unit for moment in seen if moment.unit.cold_bytes)
+        return [path for path in dict.fromkeys(u.path for u in expected) if path != unit.path]
+
     def _show(self, unit: Unit) -> None:
         """Let the block's parameters be what came; the computing stream waits for it."""
         assert unit.memory is not None
         if not unit.is_here:
-            for copy in unit.copies:
-                copy.wait()
+            try:
+                for copy in unit.copies:
+                    copy.wait()
+            except BaseException:
+                self.leave_gpu()  # others may have failed to come, too: all are read again
+                raise
             unit.is_here = True
         for parameter, place in unit.places.items():
             if self._shown.get(parameter) is not unit:  # another block may have shown it since
@@ -419,8 +573,8 @@ class StreamedWeights:
         if unit.memory is None:
             return
         if not unit.is_here:
-            for copy in unit.copies:
-                copy.wait()  # before another op gets the memory
+            # Before another op gets the memory; whoever needs what did not come will hear why.
+            unit.copies = [copy for copy in unit.copies if _came(copy)]
         for parameter in unit.places:
             if self._shown.get(parameter) is unit:
                 self._hide(parameter)
@@ -676,9 +830,18 @@ def _copied(
     alive = streamed()
     assert alive is not None
     alive.settle()
-    data = alive.host_weight(parameter).to(parameter.device, copy=True)
+    data = alive.numbers(parameter).to(parameter.device, copy=True)
     memo[id(parameter)] = copied = nn.Parameter(data, parameter.requires_grad)
     return copied
+
+
+def _came(copy: Copy) -> bool:
+    """Wait for a copy, whether it went well or not."""
+    try:
+        copy.wait()
+    except OomphError:
+        return False
+    return True
 
 
 def _forget(streamed: weakref.ref[StreamedWeights], key: int, _: Any) -> None:

@@ -62,11 +62,13 @@ class Unit:
 
     path: str
     module: nn.Module
-    number: int
     places: dict[nn.Parameter, Place]
     nbytes: int
     slab: Tensor
-    """On the host: the weights of this block that no earlier one has as well."""
+    """On the host: the weights of this block that no earlier one has as well; none if they are on
+    the disk."""
+    cold_bytes: int = 0
+    """On the disk: bytes of those weights, which are the first of the block."""
     borrowed: list[tuple[Tensor, Place]] = field(default_factory=list)
     """The bytes of weights that an earlier block has on the host, and their places in this one."""
     memory: Tensor | None = None
@@ -94,6 +96,11 @@ def lay_out(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Place]:
         places[parameter] = Place.of(parameter, end)
         end = places[parameter].end
     return places
+
+
+def end_of(places: Iterable[Place]) -> int:
+    """Bytes of the memory that has all of these places."""
+    return max((place.end for place in places), default=0)
 
 
 def find_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
