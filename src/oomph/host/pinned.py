@@ -41,7 +41,7 @@ class PinnedMemory:
         memory = torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
         # Touched by all cores: the driver, which pins it, would do so page by page on one.
         memory.zero_()
-        if not self._refused:
+        if nbytes and not self._refused:  # nothing at all cannot be pinned
             self._pin(memory, nbytes)
         return memory
 
@@ -56,6 +56,7 @@ class PinnedMemory:
         error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(error) != 0:
             self._refused = True
+            _forget_error()
             log.warning(
                 "the driver refuses to pin %d bytes of host memory (%s): copies will be several"
                 " times slower; raise the limit on locked memory (ulimit -l)",
@@ -65,6 +66,12 @@ class PinnedMemory:
             return
         storage = memory.untyped_storage()
         self._pinned[address] = weakref.finalize(storage, _unpin, address)
+
+
+def _forget_error() -> None:
+    """Let nobody else hear of a refusal: the next kernel launched would be said to have failed."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unpin(address: int) -> None:
