@@ -158,3 +158,27 @@ def test_what_the_host_steps_is_rounded_otherwise() -> None:
 
     assert fidelity(dataclasses.replace(DEFERRED, host_share=0.3)) is Fidelity.ROUNDING
     assert fidelity(DEFERRED) is Fidelity.EXACT
+
+
+def test_what_is_foreseen_is_what_is_tried_where_nothing_is_worth_it() -> None:
+    machine, foreseen = Machine(), list[list[Choices]]()
+    refine(
+        Tried(choices=DEFERRED, seconds=machine.seconds(0.0, 0)),
+        machine,
+        gradients=GRADIENTS,
+        host_steps=True,
+        foresee=lambda choices: foreseen.append(list(choices)),
+    )
+    assert machine.tried == foreseen[0]
+
+
+def test_after_a_move_that_was_worth_it_others_are_foreseen() -> None:
+    machine, foreseen = Machine(share=0.2), list[list[Choices]]()
+    refine(
+        Tried(choices=INSIDE, seconds=machine.seconds(0.0, 0)),
+        machine,
+        gradients=GRADIENTS,
+        host_steps=True,
+        foresee=lambda choices: foreseen.append(list(choices)),
+    )
+    assert machine.tried == [choices[0] for choices in foreseen]
