@@ -47,6 +47,15 @@ def test_numbers_come_as_they_are(begin: Begin) -> None:
     assert second.answer(0.1) == 0.1 / 3
 
 
+def test_what_is_answered_already_is_not_worked_out_again(begin: Begin) -> None:
+    second = begin(lambda question: [question, time.monotonic()])
+    second.ask(["one"])
+    first = second.answer("one")
+    second.ask(["one", "two"])
+    assert second.answer("two")[0] == "two"
+    assert second.answer("one") == first
+
+
 def test_nobody_answers_what_was_not_asked(begin: Begin) -> None:
     second = begin(lambda question: question)
     assert second.answer("anything") is None

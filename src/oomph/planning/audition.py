@@ -70,7 +70,12 @@ class Audition:
     graphed: Audition | None = None
     """The same with micro-batches captured as CUDA graphs, where the card waits for launches."""
 
-    @property
+    @functools.cached_property
+    def solved(self) -> dict[int, list[Solution]]:
+        """By bytes of room: the solutions that were found in it, so as to find them but once."""
+        return {}
+
+    @functools.cached_property
     def fastest(self) -> float:
         """Seconds of a step if memory did not matter."""
         return self._seconds(self._fastest_blocks)

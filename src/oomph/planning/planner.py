@@ -108,6 +108,8 @@ MOST_CHECKS = 12
 #: How many ways to run blocks are timed for real, at most.
 MOST_TIMED = 4
 
+#: Attempts that the second process makes ahead, at most.
+FORESEEN = 2
 #: What the second process is asked to do with choices.
 HEAR, CHECK, PRICE = "hear", "check", "price"
 
@@ -211,6 +213,8 @@ class Planner:
     _real: RealClock = dataclasses.field(init=False)
     _slower: dict[Way, float] = dataclasses.field(default_factory=dict)
     """By the way to run the job: rehearsed seconds over those that its audition gave."""
+    _variants: dict[int, tuple[Audition, list[Audition]]] = dataclasses.field(default_factory=dict)
+    """By the identity of an audition: itself, and the same with other chunks of the loss."""
     _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
     """By size of micro-batch: what the ways to run it that were not heard take at least."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -301,6 +305,8 @@ class Planner:
 
         for at in range(0, len(sizes), 2):
             if may_win(at):
+                if at and may_win(best_at + 1):  # which comes after all of these
+                    self._second.ask([_question(HEAR, self._bases(sizes[best_at + 1])[0])])
                 hear(at)
         for at in (best_at - 1, best_at + 1):
             if 0 < at < len(sizes) and at % 2 and may_win(at):
@@ -578,13 +584,14 @@ class Planner:
 
     def _within(self, heard: Audition, room: int) -> list[Solution]:
         """The fastest in so much room; where the link is busy, some that move less."""
-        if heard.copies is None or not heard.choices.leaves:
-            solved = [solve(heard.chain, room)]
-        else:
-            # Bytes that blocks move have a price: dear ones make blocks move less.
-            rate = heard.copies.rates.slower
-            solved = [solve(heard.priced(price / rate), room) for price in PRICES]
-        return list(dict.fromkeys(filter(None, solved)))
+        if room not in heard.solved:
+            prices = [0.0]
+            if heard.copies is not None and heard.choices.leaves:
+                # Bytes that blocks move have a price: dear ones make blocks move less.
+                prices = [price / heard.copies.rates.slower for price in PRICES]
+            solved = [solve(heard.priced(price), room) for price in prices]
+            heard.solved[room] = list(dict.fromkeys(filter(None, solved)))
+        return heard.solved[room]
 
     def _candidate(self, heard: Audition, solution: Solution) -> Candidate:
         # Another number format must buy something.
@@ -615,9 +622,14 @@ class Planner:
 
     def _chunked(self, heard: Audition) -> list[Audition]:
         """The same step with other chunks of the loss, without hearing it again."""
+        if id(heard) not in self._variants:
+            self._variants[id(heard)] = heard, self._make_variants(heard)
+        return self._variants[id(heard)][1]
+
+    def _make_variants(self, heard: Audition) -> list[Audition]:
         if heard.graphed is not None:
             plain = dataclasses.replace(heard, graphed=None)
-            return [*self._chunked(plain), *self._chunked(heard.graphed)]
+            return [*self._make_variants(plain), *self._make_variants(heard.graphed)]
         base = heard.choices
         if not base.head or base.loss_chunk is None:
             return [heard]
@@ -719,7 +731,7 @@ class Planner:
                 return verdict, candidate
             asked = (*attempts, str(candidate.choices))
             following = [choices for choices in coming if str(choices) not in asked]
-            self._second.ask([_question(CHECK, choices) for choices in following[:1]])
+            self._second.ask([_question(CHECK, choices) for choices in following[:FORESEEN]])
             estimate, candidate = self._check(candidate)
             found[str(candidate.choices)] = candidate, estimate
             return Verdict.of(estimate, candidate.rehearsed, candidate.choices.allocator), candidate

@@ -39,13 +39,15 @@ class SecondProcess:
         self._answers: dict[str, Any] = {}
 
     def ask(self, questions: Sequence[Any]) -> None:
-        """Have these answered meanwhile, if it has nothing else to do."""
+        """Have those of them answered meanwhile that are not yet, if it has nothing else to do."""
         self._listen()
-        if self._open or not questions or not self._is_usable:
+        asked = [
+            key for question in questions if (key := json.dumps(question)) not in self._answers
+        ]
+        if self._open or not asked or not self._is_usable:
             return
         if self._child is None:
             self._child = _Child(self._work)
-        asked = [json.dumps(question) for question in questions]
         if self._child.tell(f"[{', '.join(asked)}]"):
             self._open += asked
         else:
