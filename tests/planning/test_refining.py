@@ -172,6 +172,26 @@ def test_what_is_foreseen_is_what_is_tried_where_nothing_is_worth_it() -> None:
     assert machine.tried == foreseen[0]
 
 
+def test_where_the_allocator_cleans_up_a_smaller_loss_is_foreseen_to_help() -> None:
+    start = Choices(optimizer_on="host", head="head", loss_chunk=64)
+    tried, foreseen = list[Choices](), list[list[Choices]]()
+
+    def attempt(choices: Choices) -> Tried:
+        tried.append(choices)
+        cleans = choices.loss_chunk == 64
+        return Tried(choices=choices, seconds=12.0 if cleans else 10.0, cleans=cleans)
+
+    refine(
+        Tried(choices=start, seconds=12.0, cleans=True),
+        attempt,
+        gradients=GRADIENTS,
+        host_steps=True,
+        foresee=lambda choices: foreseen.append(list(choices)),
+    )
+    assert tried == foreseen[0]
+    assert [choices.loss_chunk for choices in tried] == [32, 16, 32, 32]
+
+
 def test_after_a_move_that_was_worth_it_others_are_foreseen() -> None:
     machine, foreseen = Machine(share=0.2), list[list[Choices]]()
     refine(

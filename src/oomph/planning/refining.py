@@ -43,7 +43,7 @@ class Tried:
 
 #: Tries choices; what comes back may make room for them in the blocks, and is None where it cannot.
 Attempt = Callable[[Choices], Tried | None]
-#: Hears what will be tried, in this order, if nothing of it is worth it.
+#: Hears what is likely to be tried, in this order.
 Foresee = Callable[[Sequence[Choices]], None]
 Move = Callable[[Choices], Choices]
 #: Moves from what is best so far, each to be made on top of the one before.
@@ -75,14 +75,26 @@ def refine(
     climbs.append(_smaller_loss)
     for at, climb in enumerate(climbs):
         # Go on for as long as the next is faster.
-        for move in climb(best):
-            later = [moves[0] for other in climbs[at + 1 :] if (moves := other(best))]
-            foresee([one(best.choices) for one in (move, *later)])
+        moves = climb(best)
+        for done, move in enumerate(moves):
+            helps = climb is _smaller_loss  # there it has a cause
+            foresee(_likely(best, moves[done:], climbs[at + 1 :], helps=helps))
             found = attempt(move(best.choices))
             if found is None or found.seconds > WORTH_IT * best.seconds:
                 break
             best = found
     return best
+
+
+def _likely(
+    best: Tried, moves: Sequence[Move], later: Sequence[Climb], *, helps: bool
+) -> list[Choices]:
+    """What is tried from here on if the first move `helps` or not, and no other does."""
+    likely = [moves[0](best.choices)]
+    if helps:
+        best = dataclasses.replace(best, choices=likely[0], cleans=False)
+        likely += [move(best.choices) for move in moves[1:2]]
+    return likely + [onward[0](best.choices) for climb in later if (onward := climb(best))]
 
 
 def _smaller_loss(best: Tried) -> list[Move]:
