@@ -40,6 +40,8 @@ class Verdict(NamedTuple):
     """Seconds of the whole step, where something leaves the GPU."""
     allocator: str
     """The settings with which it is so."""
+    refuses_capture: bool
+    """Whether a CUDA graph is wanted of a forward that reads its data."""
 
     @classmethod
     def of(cls, estimate: Estimate, rehearsed: float | None, allocator: str) -> Verdict:
@@ -51,6 +53,7 @@ class Verdict(NamedTuple):
             host=estimate.timeline.host_bytes,
             rehearsed=rehearsed,
             allocator=allocator,
+            refuses_capture=estimate.timeline.refuses_capture,
         )
 
     def passed_on(self, candidate: Candidate) -> Candidate:

@@ -215,6 +215,8 @@ class Planner:
     """By the way to run the job: rehearsed seconds over those that its audition gave."""
     _variants: dict[int, tuple[Audition, list[Audition]]] = dataclasses.field(default_factory=dict)
     """By the identity of an audition: itself, and the same with other chunks of the loss."""
+    _checks: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    """By choices: what checks within this budget found."""
     _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
     """By size of micro-batch: what the ways to run it that were not heard take at least."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -236,6 +238,7 @@ class Planner:
             changes = self._changes(candidate, estimate)
         finally:
             self._second.close()
+            self._checks.clear()
             forget_compiled()
         return self._report(candidate, estimate, changes, time.perf_counter() - began)
 
@@ -254,6 +257,7 @@ class Planner:
             estimate, candidate = self._choose()
         finally:
             self._second.close()
+            self._checks.clear()
             forget_compiled()
         made = self._report(candidate, estimate, (), time.perf_counter() - began)
         return dataclasses.replace(made, fidelity=plan.fidelity)
@@ -675,25 +679,36 @@ class Planner:
             self._hear_all(to_beat=found[0] if found is not None else math.inf)
             away = self._check_until_one_fits()
             found = min(filter(None, (found, away)), key=lambda one: one[0], default=None)
-        estimate, candidate = self._refined(*(found[1:] if found is not None else self._refuse()))
-        missing = self._missing_on_host(estimate)
-        seconds = self._rehearsed_seconds(estimate, candidate)
+        verdict, candidate = self._refined(*(found[1:] if found is not None else self._refuse()))
+        missing = self._missing_on_host(verdict)
+        seconds = self._rehearsed_seconds(verdict, candidate)
         if stays is not None and (missing or seconds > stays[0]):
-            return stays[1:]  # with the disk it became slow
-        return (estimate, candidate) if not missing else self._refuse_host(missing)
+            return self._confirmed(stays[2])  # with the disk it became slow
+        return self._confirmed(candidate if not missing else self._refuse_host(missing)[1])
 
-    def _missing_on_host(self, estimate: Estimate) -> int:
+    def _confirmed(self, candidate: Candidate) -> tuple[Estimate, Candidate]:
+        """With its check made here, which nobody else's word replaces (rule 2)."""
+        if str(candidate.choices) not in self._checks:
+            self._check(candidate)
+        estimate = self._checks[str(candidate.choices)]
+        if not estimate.fits:
+            raise CannotRehearse(
+                "two rehearsals of one plan took different memory: the model or its loss does not"
+                " do the same in every step"
+            )
+        return estimate, candidate
+
+    def _missing_on_host(self, verdict: Verdict) -> int:
         """Bytes of host memory that a plan needs and may not take."""
-        return max(estimate.timeline.host_bytes - self.host, 0) if self.host is not None else 0
+        return max(verdict.host - self.host, 0) if self.host is not None else 0
 
-    def _refined(self, estimate: Estimate, candidate: Candidate) -> tuple[Estimate, Candidate]:
+    def _refined(self, verdict: Verdict, candidate: Candidate) -> tuple[Verdict, Candidate]:
         """The same with what is better tried than heard."""
         if candidate.choices.optimizer_on == "gpu" or self._like is not None:
-            return estimate, candidate
+            return verdict, candidate
         assert self.gpu is not None and candidate.rehearsed is not None
-        #: By choices that were found: who has them, and its check where that was made here.
-        found: dict[str, tuple[Candidate, Estimate | None]] = {}
-        found[str(candidate.choices)] = candidate, estimate
+        #: By choices: who has them.
+        found = {str(candidate.choices): (verdict, candidate)}
         #: By the ways to run blocks: a candidate that has them, and its solution.
         like = {str(candidate.choices.blocks): candidate}
         #: What came of each attempt: some are made again when others were in between.
@@ -723,24 +738,15 @@ class Planner:
             return self._tried(verdict, tried)
 
         def examine(candidate: Candidate) -> tuple[Verdict, Candidate]:
-            told = self._second.answer(_question(CHECK, candidate.choices))
-            if told is not None:
-                verdict = Verdict(*told)
-                candidate = verdict.passed_on(candidate)
-                found.setdefault(str(candidate.choices), (candidate, None))
-                return verdict, candidate
             asked = (*attempts, str(candidate.choices))
             following = [choices for choices in coming if str(choices) not in asked]
-            self._second.ask([_question(CHECK, choices) for choices in following[:FORESEEN]])
-            estimate, candidate = self._check(candidate)
-            found[str(candidate.choices)] = candidate, estimate
-            return Verdict.of(estimate, candidate.rehearsed, candidate.choices.allocator), candidate
+            verdict, candidate = self._look_into(candidate, following[:FORESEEN])
+            found[str(candidate.choices)] = verdict, candidate
+            return verdict, candidate
 
         profile = load_profile(self.gpu.name)
         best = refine(
-            self._tried(
-                Verdict.of(estimate, candidate.rehearsed, candidate.choices.allocator), candidate
-            ),
+            self._tried(verdict, candidate),
             attempt,
             foresee=foresee,
             gradients=self._gradient_bytes(candidate.choices),
@@ -749,11 +755,10 @@ class Planner:
             and self.allow.allows(Fidelity.ROUNDING),
         )
         if self.host is not None and best.host > self.host:
-            lighter = self._moving_less(found[str(best.choices)][0])
+            lighter = self._moving_less(found[str(best.choices)][1])
             like[str(lighter.choices.blocks)] = lighter
             best = make_host_room(best, lighter.choices, attempt, self.host)
-        candidate, check = found[str(best.choices)]
-        return (check, candidate) if check is not None else self._check(candidate)
+        return found[str(best.choices)]
 
     def _tried(self, verdict: Verdict, candidate: Candidate) -> Tried:
         return Tried(
@@ -768,10 +773,10 @@ class Planner:
         solution = solve(candidate.heard.priced(DEAR), candidate.solution.peak)
         return candidate if solution is None else with_blocks(candidate, solution)
 
-    def _rehearsed_seconds(self, check: Estimate | Verdict, candidate: Candidate) -> float:
+    def _rehearsed_seconds(self, verdict: Verdict, candidate: Candidate) -> float:
         """With the time in which the allocator cleans up its cache."""
         seconds = candidate.rehearsed or candidate.seconds
-        return seconds + check.step_retries * RETRY_SECONDS
+        return seconds + verdict.step_retries * RETRY_SECONDS
 
     def _leaner(self, candidate: Candidate, missing: int) -> Candidate | None:
         """The same with other ways to run the blocks, which leave so much more room."""
@@ -781,10 +786,10 @@ class Planner:
             return None
         return with_blocks(candidate, min(solved, key=candidate.heard.seconds))
 
-    def _check_until_one_fits(self) -> tuple[float, Estimate, Candidate] | None:
+    def _check_until_one_fits(self) -> tuple[float, Verdict, Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
         rooms = self._rooms()
-        best: tuple[float, Estimate, Candidate] | None = None
+        best: tuple[float, Verdict, Candidate] | None = None
         checked: set[str] = set()
         for _ in range(MOST_CHECKS):
             candidate = self._fastest(rooms, checked)
@@ -796,35 +801,44 @@ class Planner:
                 break
             checked.add(str(candidate.choices))
             room = rooms[kind_of(candidate.choices)]
-            estimate, candidate = self._check(candidate)
-            if estimate.timeline.refuses_capture:
+            to_beat = best[0] if best is not None else math.inf
+            rivals = self._rivals(rooms, checked, kind_of(candidate.choices), to_beat)
+            verdict, candidate = self._look_into(candidate, rivals)
+            if verdict.refuses_capture:
                 self._refuses_capture = True
                 self.notes.append("no CUDA graph is captured: the forward reads its data")
                 continue
-            if self._like is not None and self._missing_on_host(estimate):
+            if self._like is not None and self._missing_on_host(verdict):
                 continue  # its share on the disk is settled
             if candidate.rehearsed is not None:
                 self._slower[way_of(candidate.choices)] = candidate.rehearsed / candidate.seconds
-            if estimate.fits:
+            if verdict.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
-                seconds = self._rehearsed_seconds(estimate, candidate)
+                seconds = self._rehearsed_seconds(verdict, candidate)
                 if best is None or seconds < best[0]:
-                    best = (seconds, estimate, candidate)
-                if candidate.rehearsed is not None and not estimate.step_retries:
+                    best = (seconds, verdict, candidate)
+                if candidate.rehearsed is not None and not verdict.step_retries:
                     continue  # copies take longer than it seemed: another may be faster
-                if not estimate.step_retries or best[0] < seconds:
+                if not verdict.step_retries or best[0] < seconds:
                     break
                 missing = room // 100
             elif best is not None and candidate.rehearsed is None:
                 break
             else:
                 limit = self._limit(candidate.choices.leaves)
-                missing = max(estimate.smallest_budget - limit, room // 200)
+                missing = max(verdict.smallest_budget - limit, room // 200)
             tried = candidate.solution.peak
             smaller, lean = min(room, tried) - missing, self._leanest(kind_of(candidate.choices))
             # Fragmentation is no fixed amount: the leanest is tried before a kind is given up.
             rooms[kind_of(candidate.choices)] = lean if smaller < lean < tried else smaller
         return best
+
+    def _rivals(self, rooms: Rooms, checked: set[str], kind: Kind, to_beat: float) -> list[Choices]:
+        """What is likely to come next: where one fails, its kind has less room, and others have not."""
+        if not self._leaving:
+            return []
+        rival = self._fastest(rooms, checked, but=kind)
+        return [rival.choices] if rival is not None and self._expected(rival) < to_beat else []
 
     def _leanest(self, kind: Kind) -> int:
         """The smallest peak of all that was heard of a kind."""
@@ -835,8 +849,10 @@ class Planner:
             if kind_of(variant.choices) == kind
         )
 
-    def _fastest(self, rooms: Rooms, without: set[str]) -> Candidate | None:
-        """The fastest way to run the job in its room that was not checked yet."""
+    def _fastest(
+        self, rooms: Rooms, without: set[str], but: Kind | None = None
+    ) -> Candidate | None:
+        """The fastest way to run the job in its room that was not checked yet, nor of a kind."""
         like = self._like
         found = [
             candidate
@@ -844,7 +860,7 @@ class Planner:
             if heard.choices.leaves is self._leaving
             if like is None or heard.choices.lasting == like
             for candidate in self._solutions(heard, rooms)
-            if str(candidate.choices) not in without
+            if str(candidate.choices) not in without and kind_of(candidate.choices) != but
             if not (candidate.choices.cuda_graph and self._refuses_capture)
         ]
         return min(found, key=lambda one: (self._expected(one), one.number), default=None)
@@ -853,12 +869,12 @@ class Planner:
         """Its seconds, by how much longer copies took where its like was checked."""
         return candidate.seconds * self._slower.get(way_of(candidate.choices), 1.0)
 
-    def _refuse(self) -> tuple[Estimate, Candidate]:
+    def _refuse(self) -> tuple[Verdict, Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""
-        estimate, candidate = self._check_leanest()
-        if estimate.fits:
-            return estimate, candidate
-        need = estimate.smallest_budget
+        verdict, candidate = self._check_leanest()
+        if verdict.fits:
+            return verdict, candidate
+        need = verdict.smallest_budget
         if candidate.choices.leaves:
             need += math.ceil((need - self._hidden()) * COPY_MARGIN / (1 - COPY_MARGIN))
         raise DoesNotFit(
@@ -867,17 +883,17 @@ class Planner:
             need,
         )
 
-    def _refuse_host(self, missing: int) -> tuple[Estimate, Candidate]:
+    def _refuse_host(self, missing: int) -> tuple[Verdict, Candidate]:
         """The leanest that stays on the GPU, if it fits after all; else what is missing."""
         assert self.gpu is not None and self.host is not None
         need, disk = self.gpu.memory, "with what the run has on the disk"
         if self._like is None:
             disk = "even with all the state on the disk that can wait there"
             self._leaving = False
-            estimate, candidate = self._check_leanest()
-            if estimate.fits:
-                return estimate, candidate
-            need = estimate.smallest_budget
+            verdict, candidate = self._check_leanest()
+            if verdict.fits:
+                return verdict, candidate
+            need = verdict.smallest_budget
         raise HostTooSmall(
             f"no plan fits {format_bytes(self.budget)} and {format_bytes(self.host)} of host"
             f" memory: {disk}, {format_bytes(missing)} of host memory is missing (that much more, a"
@@ -887,7 +903,7 @@ class Planner:
             missing,
         )
 
-    def _check_leanest(self) -> tuple[Estimate, Candidate]:
+    def _check_leanest(self) -> tuple[Verdict, Candidate]:
         sizes = self._micro_batches()
         self._weights = None
         # The whole batch can step in backward, the smallest part has the fewest activations.
@@ -904,11 +920,24 @@ class Planner:
             return "8-bit optimizer state needs less: --allow lossy"
         return "a shorter sequence, a smaller model or a larger card would do"
 
-    def _check(self, candidate: Candidate) -> tuple[Estimate, Candidate]:
+    def _look_into(
+        self, candidate: Candidate, likely: Sequence[Choices]
+    ) -> tuple[Verdict, Candidate]:
+        """Its check, by the second process where that was asked; `likely` are those to come."""
+        told = self._second.answer(_question(CHECK, candidate.choices))
+        if told is not None:
+            verdict = Verdict(*told)
+            return verdict, verdict.passed_on(candidate)
+        self._second.ask([_question(CHECK, choices) for choices in likely])
+        return self._check(candidate)
+
+    def _check(self, candidate: Candidate) -> tuple[Verdict, Candidate]:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
         self.say("checking a plan by rehearsing it")
         estimate, verdict = self._examine(candidate.choices)
-        return estimate, verdict.passed_on(candidate)
+        candidate = verdict.passed_on(candidate)
+        self._checks[str(candidate.choices)] = estimate
+        return verdict, candidate
 
     def _examine(self, choices: Choices) -> tuple[Estimate, Verdict]:
         """The same of choices alone: with the settings of the allocator that are better."""

@@ -77,7 +77,7 @@ def refine(
         # Go on for as long as the next is faster.
         moves = climb(best)
         for done, move in enumerate(moves):
-            helps = climb is _smaller_loss  # there it has a cause
+            helps = climb is _smaller_loss and best.cleans  # for which it is made
             foresee(_likely(best, moves[done:], climbs[at + 1 :], helps=helps))
             found = attempt(move(best.choices))
             if found is None or found.seconds > WORTH_IT * best.seconds:
