@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from oomph.estimation import judge
 from oomph.gpus import find_gpu
 from oomph.gpus.profile import Profile, save_profile
 from oomph.job import Job
-from oomph.planning import planner, solver
+from oomph.planning import planner, second_process, solver
 from oomph.planning.audition import Copies, audition, peak_allocated
 from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
 from oomph.planning.planner import make_planner, plan
 from oomph.planning.refining import Attempt, Tried
+from oomph.planning.second_process import SecondProcess
 from oomph.planning.survey import survey
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.hidden import device_overhead
@@ -218,3 +220,59 @@ def test_what_blocks_move_leaves_less_time_for_state() -> None:
 
 def test_state_that_cannot_come_ahead_is_waited_for_however_long_backward_is() -> None:
     assert copies(late=0.5).exposed(9.0, 1) == pytest.approx(0.15)
+
+
+def without_its_time(made: Plan) -> dict[str, Any]:
+    return {**made.as_dict(), "planning_seconds": None}
+
+
+def test_a_second_process_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: list[str] = []
+    answer = SecondProcess.answer
+
+    def noted(self: SecondProcess, question: Any) -> Any:
+        found = answer(self, question)
+        answered.extend(question[:1] if found is not None else ())
+        return found
+
+    monkeypatch.setattr(SecondProcess, "answer", noted)
+    budget = device_overhead(H200).high + int(2.2 * weights())
+
+    def made(*, forks: bool) -> dict[str, Any]:
+        monkeypatch.setattr(second_process, "may_fork", lambda: forks)
+        return without_its_time(plan(job(1.0), gpu=H200, budget=budget, compile_blocks=False))
+
+    alone = made(forks=False)
+    assert not answered
+    assert made(forks=True) == alone
+    assert {planner.HEAR, planner.CHECK, planner.PRICE} <= set(answered)
+
+
+def test_parts_without_room_for_their_gradients_are_not_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = device_overhead(H200).high + int(2.6 * weights())
+
+    def made() -> tuple[dict[str, Any], list[int | None]]:
+        one = make_planner(job(), gpu=H200, budget=budget, allow="exact", compile_blocks=False)
+        found = without_its_time(one.plan())
+        return found, [h.choices.micro_batch for h in one.heard if not h.choices.leaves]
+
+    quick, heard = made()
+    assert set(heard) == {None}
+    monkeypatch.setattr(planner.Planner, "_has_no_room_for_gradients", lambda *_: False)
+    thorough, heard = made()
+    assert set(heard) > {None}
+    assert quick == thorough
+
+
+def test_what_was_put_off_is_heard_before_a_job_is_refused() -> None:
+    budget = device_overhead(H200).high + int(1.9 * weights())  # not for weights and gradients
+    one = make_planner(job(1.0), gpu=H200, budget=budget, allow="exact", compile_blocks=False)
+    one._look()
+    one._leaving = True
+    (first,) = one._hear_size(1, to_beat=1e-9)
+    assert one._put_off == {1: pytest.approx(first.fastest)}
+    found = one._check_until_one_fits()
+    assert found is not None
+    assert not one._put_off

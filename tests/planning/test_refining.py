@@ -178,3 +178,50 @@ def test_the_host_steps_no_more_than_what_leaves() -> None:
     found = refine(attempt(INSIDE), attempt, gradients=1, first=0.5, host_steps=True)
     assert found.choices.gpu_share == 0.875
     assert found.choices.host_share == 0.1
+
+
+def test_what_is_foreseen_is_what_is_tried_where_nothing_is_worth_it() -> None:
+    machine, foreseen = Machine(), list[list[Choices]]()
+    refine(
+        Tried(choices=DEFERRED, seconds=machine.seconds(0.0, 0)),
+        machine,
+        gradients=GRADIENTS,
+        first=1.0,
+        host_steps=True,
+        foresee=lambda choices: foreseen.append(list(choices)),
+    )
+    assert machine.tried == foreseen[0]
+
+
+def test_where_the_allocator_cleans_up_a_smaller_loss_is_foreseen_to_help() -> None:
+    start = Choices(optimizer_on="host", head="head", loss_chunk=64)
+    tried, foreseen = list[Choices](), list[list[Choices]]()
+
+    def attempt(choices: Choices) -> Tried:
+        tried.append(choices)
+        cleans = choices.loss_chunk == 64
+        return Tried(choices=choices, seconds=12.0 if cleans else 10.0, cleans=cleans)
+
+    refine(
+        Tried(choices=start, seconds=12.0, cleans=True),
+        attempt,
+        gradients=GRADIENTS,
+        first=1.0,
+        host_steps=True,
+        foresee=lambda choices: foreseen.append(list(choices)),
+    )
+    assert tried == foreseen[0]
+    assert [choices.loss_chunk for choices in tried] == [32, 16, 32, 32]
+
+
+def test_after_a_move_that_was_worth_it_others_are_foreseen() -> None:
+    machine, foreseen = Machine(share=0.2), list[list[Choices]]()
+    refine(
+        Tried(choices=INSIDE, seconds=machine.seconds(0.0, 0)),
+        machine,
+        gradients=GRADIENTS,
+        first=1.0,
+        host_steps=True,
+        foresee=lambda choices: foreseen.append(list(choices)),
+    )
+    assert machine.tried == [choices[0] for choices in foreseen]

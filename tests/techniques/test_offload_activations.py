@@ -556,6 +556,36 @@ def test_weights_buffers_inputs_and_small_tensors_stay() -> None:
     engine.undo()
 
 
+def test_what_is_made_where_a_weight_was_leaves() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    class GivesMemoryBack(nn.Module):
+        """As one whose weights are streamed; an activation gets the number of their storage."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+            self.block = Square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            number = self.weight.untyped_storage()._cdata
+            self.weight.data = torch.empty(0)
+            others = []
+            while (made := x.clone()).untyped_storage()._cdata != number:
+                others.append(made)
+                assert len(others) < 10_000, "the number is not used again"
+            return self.block(made)
+
+    model, link = GivesMemoryBack(), DeferredLink()
+    engine = ActivationOffload(link, model, device_type="cpu", smallest=1)
+    engine.wrap(model.block)
+    model(torch.randn(64, requires_grad=True)).sum().backward()
+    assert link.bytes["out"] == 64 * 4
+    engine.undo()
+
+
 def test_a_batch_on_another_device_than_the_gpu_stays() -> None:
     model, link = Net(), DeferredLink()
     engine = ActivationOffload(link, model, smallest=1)

@@ -61,6 +61,8 @@ class Audition:
     """Of the optimizer step, once."""
     loss_is_chunked: bool
     """Whether the head that the choices name really never made its logits."""
+    lasting: int
+    """Bytes that are there when a step begins, as weights and state: of any size of parts."""
     waits_for_launches: bool
     """Whether the seconds are those of the host, which launches later than the card computes."""
     copies: Copies | None = None
@@ -68,7 +70,12 @@ class Audition:
     graphed: Audition | None = None
     """The same with micro-batches captured as CUDA graphs, where the card waits for launches."""
 
-    @property
+    @functools.cached_property
+    def solved(self) -> dict[int, list[Solution]]:
+        """By bytes of room: the solutions that were found in it, so as to find them but once."""
+        return {}
+
+    @functools.cached_property
     def fastest(self) -> float:
         """Seconds of a step if memory did not matter."""
         return self._seconds(self._fastest_blocks)
@@ -285,6 +292,7 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
             other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
             step_seconds=base.step.seconds(clock),
             loss_is_chunked=chunked,
+            lasting=base.lasting,
             waits_for_launches=waits,
             copies=copies,
         )
@@ -439,6 +447,8 @@ class _Round:
     """Peak between the last block's forward and its backward, without what blocks saved."""
     floor: int
     """Peak outside of all of that: before the first block, after its backward, the optimizer."""
+    lasting: int
+    """Bytes alive when the step begins."""
     part: Effort
     """Of one micro-batch."""
     step: Effort
@@ -521,6 +531,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
         blocks=tuple(heard),
         loss=loss,
         floor=floor,
+        lasting=alive.at(starts[0]),
         part=part,
         step=step,
     )

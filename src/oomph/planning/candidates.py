@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,40 @@ class Candidate:
     choices: Choices = dataclasses.field(compare=False)
     rehearsed: float | None = dataclasses.field(default=None, compare=False)
     """Seconds of the whole step with all its copies, where something leaves the GPU."""
+
+
+class Verdict(NamedTuple):
+    """What the check of a candidate found, in numbers."""
+
+    fits: bool
+    smallest_budget: int
+    step_retries: int
+    host: int
+    """Bytes of host memory."""
+    rehearsed: float | None
+    """Seconds of the whole step, where something leaves the GPU."""
+    allocator: str
+    """The settings with which it is so."""
+    refuses_capture: bool
+    """Whether a CUDA graph is wanted of a forward that reads its data."""
+
+    @classmethod
+    def of(cls, estimate: Estimate, rehearsed: float | None, allocator: str) -> Verdict:
+        """By the estimate of the whole job, rehearsed in so many seconds."""
+        return cls(
+            fits=estimate.fits,
+            smallest_budget=estimate.smallest_budget,
+            step_retries=estimate.step_retries,
+            host=estimate.timeline.host_bytes,
+            rehearsed=rehearsed,
+            allocator=allocator,
+            refuses_capture=estimate.timeline.refuses_capture,
+        )
+
+    def passed_on(self, candidate: Candidate) -> Candidate:
+        """The candidate as this check leaves it."""
+        choices = dataclasses.replace(candidate.choices, allocator=self.allocator)
+        return dataclasses.replace(candidate, choices=choices, rehearsed=self.rehearsed)
 
 
 def with_blocks(candidate: Candidate, solution: Solution) -> Candidate:
@@ -67,6 +102,23 @@ def way_of(choices: Choices) -> Way:
         choices.disk_share,
         choices.state_ahead,
         len(choices.offloaded),
+    )
+
+
+def leaves_no_more(one: Choices, other: Choices) -> bool:
+    """Whether all that leaves the GPU in `one` does so in `other`, which is the same otherwise."""
+    alike = dataclasses.replace(
+        one,
+        gradient_room=other.gradient_room,
+        weights_away=other.weights_away,
+        state_ahead=other.state_ahead,
+    )
+    rooms = [math.inf if c.gradient_room is None else c.gradient_room for c in (one, other)]
+    return (
+        alike == other
+        and rooms[0] >= rooms[1]
+        and set(one.weights_away) <= set(other.weights_away)
+        and one.state_ahead >= other.state_ahead
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from oomph.gpus import GPU
@@ -35,6 +36,12 @@ class _Difference:
     fidelity: Fidelity = Fidelity.EXACT
 
 
+#: The most bytes alive in a step, and its seconds.
+Price = tuple[int, float]
+#: What each of these would take.
+PriceAll = Callable[[Sequence[Choices]], Sequence[Price]]
+
+
 def describe_changes(
     job: Job,
     gpu: GPU | None,
@@ -42,53 +49,45 @@ def describe_changes(
     before: Choices,
     after: Choices,
     rehearsed: Timeline,
+    price_all: PriceAll | None = None,
 ) -> tuple[Change, ...]:
     """Every difference between the two, with the memory it saves and the time it costs.
 
-    `rehearsed` is the job with all of `after`, by the same clock.
+    `rehearsed` is the job with all of `after`, by the same clock; `price_all` says what others
+    take, where somebody has a quicker way than one rehearsal after the other.
     """
-
-    def take(choices: Choices, timeline: Timeline) -> tuple[int, float]:
-        parts = count_parts(job, choices.micro_batch)
-        return peak_allocated(timeline), step_effort(timeline, parts).seconds(clock)
-
+    with_all = _taken(job, clock, after, rehearsed)
     if with_even_parts(job, after.micro_batch) is not job:
         # Timed as the others are: by parts of one size.
-        rehearsed = _rehearse(job, gpu, clock, after)
-    with_all = take(after, rehearsed)
+        with_all = price(job, gpu, clock, after)
+    changed = [
+        one
+        for one in _differences(after)
+        if getattr(before, one.field) != getattr(after, one.field)
+    ]
+    without = [_undone(one, before, after) for one in changed]
+    others = [choices for choices in without if choices != after]
+    one_by_one = (price(job, gpu, clock, choices) for choices in others)
+    prices = iter(one_by_one if price_all is None else price_all(others))
     changes = []
-    for one in _differences(after):
-        if getattr(before, one.field) == getattr(after, one.field):
-            continue
-        fields = (one.field, *one.with_it)
-        undone = dataclasses.replace(after, **{name: getattr(before, name) for name in fields})
-        # How the allocator caches is no tensor's business.
-        same = dataclasses.replace(undone, allocator=after.allocator) == after
-        timeline = rehearsed if same else _rehearse(job, gpu, clock, undone)
-        without = take(undone, timeline)
+    for one, choices in zip(changed, without, strict=True):
+        memory, seconds = next(prices) if choices != after else with_all
         changes.append(
             Change(
                 technique=one.technique,
                 before=_say(one.technique, before),
                 after=_say(one.technique, after),
-                saves=without[0] - with_all[0],
-                costs=with_all[1] - without[1],
+                saves=memory - with_all[0],
+                costs=with_all[1] - seconds,
                 fidelity=one.fidelity,
             )
         )
     return tuple(changes)
 
 
-def settings_of(technique: str) -> tuple[str, ...]:
-    """The fields of `Choices` that a technique sets."""
-    for one in _differences(Choices()):
-        if one.technique == technique:
-            return (one.field, *one.with_it)
-    return ()
-
-
-def _rehearse(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Timeline:
-    return rehearse(
+def price(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Price:
+    """What a step takes with these choices, by a rehearsal of it."""
+    timeline = rehearse(
         job,
         gpu,
         ("build", "step"),
@@ -97,6 +96,27 @@ def _rehearse(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Time
         clock=clock,
         skip_first_step=True,
     )
+    return _taken(job, clock, choices, timeline)
+
+
+def _taken(job: Job, clock: Clock, choices: Choices, timeline: Timeline) -> Price:
+    parts = count_parts(job, choices.micro_batch)
+    return peak_allocated(timeline), step_effort(timeline, parts).seconds(clock)
+
+
+def _undone(one: _Difference, before: Choices, after: Choices) -> Choices:
+    """`after` without one of its differences."""
+    fields = {name: getattr(before, name) for name in (one.field, *one.with_it)}
+    # How the allocator caches is no tensor's business.
+    return dataclasses.replace(after, **{**fields, "allocator": after.allocator})
+
+
+def settings_of(technique: str) -> tuple[str, ...]:
+    """The fields of `Choices` that a technique sets."""
+    for one in _differences(Choices()):
+        if one.technique == technique:
+            return (one.field, *one.with_it)
+    return ()
 
 
 def fusing_rounds(precision: str) -> bool:

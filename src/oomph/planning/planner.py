@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,26 +34,30 @@ from oomph.planning.audition import (
     count_parts,
     step_effort,
 )
+from oomph.planning.audition_json import from_plain, to_plain
 from oomph.planning.block_timer import BlockTimer
 from oomph.planning.candidates import (
     Candidate,
     Kind,
     PartTimes,
     Rooms,
+    Verdict,
     Way,
     kind_of,
     least_seconds,
+    leaves_no_more,
     merit_of,
     way_of,
     with_blocks,
 )
-from oomph.planning.changes import describe_changes, fusing_rounds
+from oomph.planning.changes import Price, describe_changes, fusing_rounds, price
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.real_clock import RealClock
 from oomph.planning.refining import Tried, refine
+from oomph.planning.second_process import SecondProcess
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
 from oomph.rehearsal.allocator import AllocatorSettings
@@ -84,12 +88,16 @@ COPY_MARGIN = 0.05
 LEAVE_FROM = 1.1
 #: How much slower than with everything kept a plan may be for nothing more to leave the GPU.
 FAST_ENOUGH = 1.02
+#: How much slower than the fastest that was heard a way must be, at least, not to be heard itself.
+HOPELESS = 1.2
 #: Seconds that a byte which blocks move is taken for, as shares of what the link takes.
 PRICES = (0.0, 0.5, 1.0)
 #: Seconds that such a byte is taken for where host memory is short: only what must moves.
 DEAR = 1e-6
 #: Buckets of state that are on their way at least.
 LEAST_AHEAD = 2
+#: Bytes of a parameter's gradient, at least.
+LEAST_GRADIENT = 2
 #: Bytes of a parameter and its state, as Adam has it, that a run copies to step inside backward.
 UNDO_BYTES = 12
 #: What it takes to give cached memory back and ask for it anew: an H200 stood idle for 9 and for
@@ -99,6 +107,11 @@ RETRY_SECONDS = 5e-3
 MOST_CHECKS = 12
 #: How many ways to run blocks are timed for real, at most.
 MOST_TIMED = 4
+
+#: Attempts that the second process makes ahead, at most.
+FORESEEN = 2
+#: What the second process is asked to do with choices.
+HEAR, CHECK, PRICE = "hear", "check", "price"
 
 Say = Callable[[str], None]
 
@@ -200,10 +213,18 @@ class Planner:
     _real: RealClock = dataclasses.field(init=False)
     _slower: dict[Way, float] = dataclasses.field(default_factory=dict)
     """By the way to run the job: rehearsed seconds over those that its audition gave."""
+    _variants: dict[int, tuple[Audition, list[Audition]]] = dataclasses.field(default_factory=dict)
+    """By the identity of an audition: itself, and the same with other chunks of the loss."""
+    _checks: dict[str, Estimate] = dataclasses.field(default_factory=dict)
+    """By choices: what checks within this budget found."""
+    _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
+    """By size of micro-batch: what the ways to run it that were not heard take at least."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    _second: SecondProcess = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self._real = RealClock(timer=self.timer)
+        self._second = SecondProcess(self._answer)
 
     @only_new_garbage()
     def plan(self) -> Plan:
@@ -216,6 +237,8 @@ class Planner:
             estimate, candidate = self._choose()
             changes = self._changes(candidate, estimate)
         finally:
+            self._second.close()
+            self._checks.clear()
             forget_compiled()
         return self._report(candidate, estimate, changes, time.perf_counter() - began)
 
@@ -233,6 +256,8 @@ class Planner:
             self._hear_all()
             estimate, candidate = self._choose()
         finally:
+            self._second.close()
+            self._checks.clear()
             forget_compiled()
         made = self._report(candidate, estimate, (), time.perf_counter() - began)
         return dataclasses.replace(made, fidelity=plan.fidelity)
@@ -256,12 +281,13 @@ class Planner:
     def _hear_all(self, to_beat: float = math.inf) -> None:
         """Hear every way to run the job that may win, and be faster than what there is."""
         sizes = self._micro_batches()
+        self._put_off.clear()
         times: dict[int, PartTimes] = {}
         best, best_at = to_beat, 0
 
         def hear(at: int) -> None:
             nonlocal best, best_at
-            heard = self._hear_size(sizes[at])
+            heard = self._hear_size(sizes[at], to_beat=best)
             rooms = self._rooms()
             solved = min((one for h in heard for one in self._solutions(h, rooms)), default=None)
             fastest = min(variant.fastest for one in heard for variant in self._chunked(one))
@@ -271,19 +297,32 @@ class Planner:
                 self._weights = self._weights or solved.choices.weights
             if seconds < best:
                 best, best_at = seconds, at
-            times[heard[0].parts] = PartTimes(fastest=fastest, solved=seconds)
+            solved_at_least = min(seconds, self._put_off.get(sizes[at], math.inf))
+            times[heard[0].parts] = PartTimes(fastest=fastest, solved=solved_at_least)
 
         def may_win(at: int) -> bool:
+            if self._has_no_room_for_gradients(sizes[at]):
+                return False
             parts = count_parts(self.job, sizes[at])
             least = least_seconds(parts, times, leaves=self._leaving)
             return least * (1 + WORTH_HEARING) < best
 
         for at in range(0, len(sizes), 2):
             if may_win(at):
+                if at and may_win(best_at + 1):  # which comes after all of these
+                    self._second.ask([_question(HEAR, self._bases(sizes[best_at + 1])[0])])
                 hear(at)
         for at in (best_at - 1, best_at + 1):
             if 0 < at < len(sizes) and at % 2 and may_win(at):
                 hear(at)
+
+    def _has_no_room_for_gradients(self, size: int | None) -> bool:
+        """Whether parts of this size cannot fit: no step is made before all gradients are there."""
+        lasting = [heard.lasting for heard in self.heard if not heard.choices.leaves]
+        if size is None or self._leaving or not lasting:
+            return False
+        gradients = LEAST_GRADIENT * self.found.trainable
+        return min(lasting) + gradients > self._rooms()[kind_of(Choices(micro_batch=size))]
 
     def _unlimited(self) -> float:
         """Seconds of a step if memory did not matter."""
@@ -417,10 +456,16 @@ class Planner:
 
     # -- hearing and solving ----------------------------------------------------------------------
 
-    def _hear_size(self, size: int | None) -> list[Audition]:
-        """Hear the ways to run one size of micro-batch, but for those heard before."""
+    def _hear_size(self, size: int | None, to_beat: float = math.inf) -> list[Audition]:
+        """Hear the ways to run one size of micro-batch, but for those heard before.
+
+        What takes much longer than `to_beat` even where memory does not matter is put off.
+        """
         heard: list[Audition] = []
-        for base in self._bases(size):
+        self._put_off.pop(size, None)
+        bases = self._bases(size)
+        self._hear_beside(bases)
+        for base in bases:
             if base.leaves and self._is_fast_enough(heard, base.weights):
                 continue
             if base.leaves and self._comes_too_late(heard, base):
@@ -428,15 +473,39 @@ class Planner:
             if self._is_slower_later(heard, base):
                 continue
             before = next((one for one in self.heard if one.choices == base), None)
+            least = self._takes_at_least(heard, base)
+            if before is None and least > HOPELESS * to_beat:
+                self._put_off[size] = min(least, self._put_off.get(size, math.inf))
+                continue
             one = before or self._hear(base)
             if one is None:
-                return self._hear_size(size)
+                self._second.close()  # it believes in what turned out to be different
+                return self._hear_size(size, to_beat)
             if before is None:
                 self._told.append(one)
                 one = self._by_real_clock(one)
             heard.append(one)
         self.heard += [one for one in heard if one not in self.heard]
         return heard
+
+    def _hear_beside(self, bases: Sequence[Choices]) -> None:
+        """Have the second process hear those with other weights than the first has."""
+        known = [one.choices for one in self.heard]
+        likely = [
+            base
+            for base in bases
+            if base.weights != bases[0].weights and base not in known
+            # Steps that come later, and less state ahead, are mostly known to be slower by then.
+            if (base.state_ahead > LEAST_AHEAD if base.leaves else base.optimizer_in_backward)
+        ]
+        self._second.ask([_question(HEAR, base) for base in likely])
+
+    def _takes_at_least(self, heard: list[Audition], base: Choices) -> float:
+        """Seconds of a step by what was heard with less on its way: the kernels are the same."""
+        alike = [one for one in heard if base.leaves and leaves_no_more(one.choices, base)]
+        return max(
+            (min(variant.fastest for variant in self._chunked(one)) for one in alike), default=0.0
+        )
 
     def _is_fast_enough(self, heard: list[Audition], weights: Weights) -> bool:
         """Whether nothing is gained by what leaves the GPU beside all that left it in these."""
@@ -485,8 +554,9 @@ class Planner:
         """Hear one way; None where it cannot be gone, which is noted and not tried again."""
         size = base.micro_batch or batch_size(self.batch)
         self.say(f"trying micro-batches of {size}")
+        told = self._second.answer(_question(HEAR, base))
         try:
-            heard = audition(self.job, self.gpu, self.clock, self.found, base)
+            heard = from_plain(told) if told is not None else self._audition(base)
         except CannotRehearse as error:
             if base.compiled and self._like is None:
                 self.notes.append(f"blocks are not compiled: {error}")
@@ -506,6 +576,9 @@ class Planner:
             return None
         return heard
 
+    def _audition(self, base: Choices) -> Audition:
+        return audition(self.job, self.gpu, self.clock, self.found, base)
+
     def _solutions(self, heard: Audition, rooms: Rooms) -> Iterator[Candidate]:
         """The fastest for each chunk of the loss that leaves one."""
         for variant in self._chunked(heard):
@@ -515,13 +588,14 @@ class Planner:
 
     def _within(self, heard: Audition, room: int) -> list[Solution]:
         """The fastest in so much room; where the link is busy, some that move less."""
-        if heard.copies is None or not heard.choices.leaves:
-            solved = [solve(heard.chain, room)]
-        else:
-            # Bytes that blocks move have a price: dear ones make blocks move less.
-            rate = heard.copies.rates.slower
-            solved = [solve(heard.priced(price / rate), room) for price in PRICES]
-        return list(dict.fromkeys(filter(None, solved)))
+        if room not in heard.solved:
+            prices = [0.0]
+            if heard.copies is not None and heard.choices.leaves:
+                # Bytes that blocks move have a price: dear ones make blocks move less.
+                prices = [price / heard.copies.rates.slower for price in PRICES]
+            solved = [solve(heard.priced(price), room) for price in prices]
+            heard.solved[room] = list(dict.fromkeys(filter(None, solved)))
+        return heard.solved[room]
 
     def _candidate(self, heard: Audition, solution: Solution) -> Candidate:
         # Another number format must buy something.
@@ -552,9 +626,14 @@ class Planner:
 
     def _chunked(self, heard: Audition) -> list[Audition]:
         """The same step with other chunks of the loss, without hearing it again."""
+        if id(heard) not in self._variants:
+            self._variants[id(heard)] = heard, self._make_variants(heard)
+        return self._variants[id(heard)][1]
+
+    def _make_variants(self, heard: Audition) -> list[Audition]:
         if heard.graphed is not None:
             plain = dataclasses.replace(heard, graphed=None)
-            return [*self._chunked(plain), *self._chunked(heard.graphed)]
+            return [*self._make_variants(plain), *self._make_variants(heard.graphed)]
         base = heard.choices
         if not base.head or base.loss_chunk is None:
             return [heard]
@@ -602,44 +681,76 @@ class Planner:
             # With less to copy it may be as fast as its kernels.
             if found is None or (away is not None and away[2].seconds < found[0]):
                 found = away
-        estimate, candidate = self._refined(*(found[1:] if found is not None else self._refuse()))
-        missing = self._missing_on_host(estimate)
-        seconds = self._rehearsed_seconds(estimate, candidate)
+        verdict, candidate = self._refined(*(found[1:] if found is not None else self._refuse()))
+        missing = self._missing_on_host(verdict)
+        seconds = self._rehearsed_seconds(verdict, candidate)
         if stays is not None and (missing or seconds > stays[0]):
-            return stays[1:]  # with the disk it became slow
-        return (estimate, candidate) if not missing else self._refuse_host(missing)
+            return self._confirmed(stays[2])  # with the disk it became slow
+        return self._confirmed(candidate if not missing else self._refuse_host(missing)[1])
 
-    def _missing_on_host(self, estimate: Estimate) -> int:
+    def _confirmed(self, candidate: Candidate) -> tuple[Estimate, Candidate]:
+        """With its check made here, which nobody else's word replaces (rule 2)."""
+        if str(candidate.choices) not in self._checks:
+            self._check(candidate)
+        estimate = self._checks[str(candidate.choices)]
+        if not estimate.fits:
+            raise CannotRehearse(
+                "two rehearsals of one plan took different memory: the model or its loss does not"
+                " do the same in every step"
+            )
+        return estimate, candidate
+
+    def _missing_on_host(self, verdict: Verdict) -> int:
         """Bytes of host memory that a plan needs and may not take."""
-        return max(estimate.timeline.host_bytes - self.host, 0) if self.host is not None else 0
+        return max(verdict.host - self.host, 0) if self.host is not None else 0
 
-    def _refined(self, estimate: Estimate, candidate: Candidate) -> tuple[Estimate, Candidate]:
+    def _refined(self, verdict: Verdict, candidate: Candidate) -> tuple[Verdict, Candidate]:
         """The same with what is better tried than heard."""
         if candidate.choices.optimizer_on == "gpu" or self._like is not None:
-            return estimate, candidate
+            return verdict, candidate
         assert self.gpu is not None and candidate.rehearsed is not None
-        checked = {str(candidate.choices): (estimate, candidate)}
+        #: By choices: who has them.
+        found = {str(candidate.choices): (verdict, candidate)}
         #: By the ways to run blocks: a candidate that has them, and its solution.
         like = {str(candidate.choices.blocks): candidate}
+        #: What came of each attempt: some are made again when others were in between.
+        attempts: dict[str, Tried | None] = {}
+        coming: Sequence[Choices] = ()
+
+        def foresee(choices: Sequence[Choices]) -> None:
+            nonlocal coming
+            coming = choices
 
         def attempt(choices: Choices) -> Tried | None:
+            if str(choices) not in attempts:
+                attempts[str(choices)] = try_out(choices)
+            return attempts[str(choices)]
+
+        def try_out(choices: Choices) -> Tried | None:
             tried = dataclasses.replace(like[str(choices.blocks)], choices=choices)
-            estimate, tried = self._check(tried)
-            if not estimate.fits:
-                leaner = self._leaner(tried, estimate.smallest_budget - self._limit(True))
+            verdict, tried = examine(tried)
+            if not verdict.fits:
+                leaner = self._leaner(tried, verdict.smallest_budget - self._limit(True))
                 if leaner is None:
                     return None
-                estimate, tried = self._check(leaner)
-            if not estimate.fits or tried.rehearsed is None:
+                verdict, tried = examine(leaner)
+            if not verdict.fits or tried.rehearsed is None:
                 return None
-            checked[str(tried.choices)] = estimate, tried
             like[str(tried.choices.blocks)] = tried
-            return self._tried(estimate, tried)
+            return self._tried(verdict, tried)
+
+        def examine(candidate: Candidate) -> tuple[Verdict, Candidate]:
+            asked = (*attempts, str(candidate.choices))
+            following = [choices for choices in coming if str(choices) not in asked]
+            verdict, candidate = self._look_into(candidate, following[:FORESEEN])
+            found[str(candidate.choices)] = verdict, candidate
+            return verdict, candidate
 
         profile = load_profile(self.gpu.name)
         best = refine(
-            self._tried(estimate, candidate),
+            self._tried(verdict, candidate),
             attempt,
+            foresee=foresee,
             gradients=self._gradient_bytes(candidate.choices),
             first=self.found.first / self.found.trainable,
             host_steps=profile is not None
@@ -647,17 +758,17 @@ class Planner:
             and self.allow.allows(Fidelity.ROUNDING),
         )
         if self.host is not None and best.host > self.host:
-            lighter = self._moving_less(checked[str(best.choices)][1])
+            lighter = self._moving_less(found[str(best.choices)][1])
             like[str(lighter.choices.blocks)] = lighter
             best = make_host_room(best, lighter.choices, attempt, self.host)
-        return checked[str(best.choices)]
+        return found[str(best.choices)]
 
-    def _tried(self, estimate: Estimate, candidate: Candidate) -> Tried:
+    def _tried(self, verdict: Verdict, candidate: Candidate) -> Tried:
         return Tried(
             choices=candidate.choices,
-            seconds=self._rehearsed_seconds(estimate, candidate),
-            host=estimate.timeline.host_bytes,
-            cleans=estimate.step_retries > 0,
+            seconds=self._rehearsed_seconds(verdict, candidate),
+            host=verdict.host,
+            cleans=verdict.step_retries > 0,
         )
 
     def _moving_less(self, candidate: Candidate) -> Candidate:
@@ -665,10 +776,10 @@ class Planner:
         solution = solve(candidate.heard.priced(DEAR), candidate.solution.peak)
         return candidate if solution is None else with_blocks(candidate, solution)
 
-    def _rehearsed_seconds(self, estimate: Estimate, candidate: Candidate) -> float:
+    def _rehearsed_seconds(self, verdict: Verdict, candidate: Candidate) -> float:
         """With the time in which the allocator cleans up its cache."""
         seconds = candidate.rehearsed or candidate.seconds
-        return seconds + estimate.step_retries * RETRY_SECONDS
+        return seconds + verdict.step_retries * RETRY_SECONDS
 
     def _leaner(self, candidate: Candidate, missing: int) -> Candidate | None:
         """The same with other ways to run the blocks, which leave so much more room."""
@@ -678,46 +789,59 @@ class Planner:
             return None
         return with_blocks(candidate, min(solved, key=candidate.heard.seconds))
 
-    def _check_until_one_fits(self) -> tuple[float, Estimate, Candidate] | None:
+    def _check_until_one_fits(self) -> tuple[float, Verdict, Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
         rooms = self._rooms()
-        best: tuple[float, Estimate, Candidate] | None = None
+        best: tuple[float, Verdict, Candidate] | None = None
         checked: set[str] = set()
         for _ in range(MOST_CHECKS):
             candidate = self._fastest(rooms, checked)
+            if candidate is None and best is None and self._put_off:
+                for size in list(self._put_off):
+                    self._hear_size(size)
+                candidate = self._fastest(rooms, checked)
             if candidate is None or (best is not None and self._expected(candidate) >= best[0]):
                 break
             checked.add(str(candidate.choices))
             room = rooms[kind_of(candidate.choices)]
-            estimate, candidate = self._check(candidate)
-            if estimate.timeline.refuses_capture:
+            to_beat = best[0] if best is not None else math.inf
+            rivals = self._rivals(rooms, checked, kind_of(candidate.choices), to_beat)
+            verdict, candidate = self._look_into(candidate, rivals)
+            if verdict.refuses_capture:
                 self._refuses_capture = True
                 self.notes.append("no CUDA graph is captured: the forward reads its data")
                 continue
-            if self._like is not None and self._missing_on_host(estimate):
+            if self._like is not None and self._missing_on_host(verdict):
                 continue  # its share on the disk is settled
             if candidate.rehearsed is not None:
                 self._slower[way_of(candidate.choices)] = candidate.rehearsed / candidate.seconds
-            if estimate.fits:
+            if verdict.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
-                seconds = self._rehearsed_seconds(estimate, candidate)
+                seconds = self._rehearsed_seconds(verdict, candidate)
                 if best is None or seconds < best[0]:
-                    best = (seconds, estimate, candidate)
-                if candidate.rehearsed is not None and not estimate.step_retries:
+                    best = (seconds, verdict, candidate)
+                if candidate.rehearsed is not None and not verdict.step_retries:
                     continue  # copies take longer than it seemed: another may be faster
-                if not estimate.step_retries or best[0] < seconds:
+                if not verdict.step_retries or best[0] < seconds:
                     break
                 missing = room // 100
             elif best is not None and candidate.rehearsed is None:
                 break
             else:
                 limit = self._limit(candidate.choices.leaves)
-                missing = max(estimate.smallest_budget - limit, room // 200)
+                missing = max(verdict.smallest_budget - limit, room // 200)
             tried = candidate.solution.peak
             smaller, lean = min(room, tried) - missing, self._leanest(kind_of(candidate.choices))
             # Fragmentation is no fixed amount: the leanest is tried before a kind is given up.
             rooms[kind_of(candidate.choices)] = lean if smaller < lean < tried else smaller
         return best
+
+    def _rivals(self, rooms: Rooms, checked: set[str], kind: Kind, to_beat: float) -> list[Choices]:
+        """What is likely to come next: where one fails, its kind has less room, others have not."""
+        if not self._leaving:
+            return []
+        rival = self._fastest(rooms, checked, but=kind)
+        return [rival.choices] if rival is not None and self._expected(rival) < to_beat else []
 
     def _leanest(self, kind: Kind) -> int:
         """The smallest peak of all that was heard of a kind."""
@@ -728,8 +852,10 @@ class Planner:
             if kind_of(variant.choices) == kind
         )
 
-    def _fastest(self, rooms: Rooms, without: set[str]) -> Candidate | None:
-        """The fastest way to run the job in its room that was not checked yet."""
+    def _fastest(
+        self, rooms: Rooms, without: set[str], but: Kind | None = None
+    ) -> Candidate | None:
+        """The fastest way to run the job in its room that was not checked yet, nor of a kind."""
         like = self._like
         found = [
             candidate
@@ -737,7 +863,7 @@ class Planner:
             if heard.choices.leaves is self._leaving
             if like is None or heard.choices.lasting == like
             for candidate in self._solutions(heard, rooms)
-            if str(candidate.choices) not in without
+            if str(candidate.choices) not in without and kind_of(candidate.choices) != but
             if not (candidate.choices.cuda_graph and self._refuses_capture)
         ]
         return min(found, key=lambda one: (self._expected(one), one.number), default=None)
@@ -746,12 +872,12 @@ class Planner:
         """Its seconds, by how much longer copies took where its like was checked."""
         return candidate.seconds * self._slower.get(way_of(candidate.choices), 1.0)
 
-    def _refuse(self) -> tuple[Estimate, Candidate]:
+    def _refuse(self) -> tuple[Verdict, Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""
-        estimate, candidate = self._check_leanest()
-        if estimate.fits:
-            return estimate, candidate
-        need = estimate.smallest_budget
+        verdict, candidate = self._check_leanest()
+        if verdict.fits:
+            return verdict, candidate
+        need = verdict.smallest_budget
         if candidate.choices.leaves:
             need += math.ceil((need - self._hidden()) * COPY_MARGIN / (1 - COPY_MARGIN))
         raise DoesNotFit(
@@ -760,17 +886,17 @@ class Planner:
             need,
         )
 
-    def _refuse_host(self, missing: int) -> tuple[Estimate, Candidate]:
+    def _refuse_host(self, missing: int) -> tuple[Verdict, Candidate]:
         """The leanest that stays on the GPU, if it fits after all; else what is missing."""
         assert self.gpu is not None and self.host is not None
         need, disk = self.gpu.memory, "with what the run has on the disk"
         if self._like is None:
             disk = "even with all the state on the disk that can wait there"
             self._leaving = False
-            estimate, candidate = self._check_leanest()
-            if estimate.fits:
-                return estimate, candidate
-            need = estimate.smallest_budget
+            verdict, candidate = self._check_leanest()
+            if verdict.fits:
+                return verdict, candidate
+            need = verdict.smallest_budget
         raise HostTooSmall(
             f"no plan fits {format_bytes(self.budget)} and {format_bytes(self.host)} of host"
             f" memory: {disk}, {format_bytes(missing)} of host memory is missing (that much more, a"
@@ -780,7 +906,7 @@ class Planner:
             missing,
         )
 
-    def _check_leanest(self) -> tuple[Estimate, Candidate]:
+    def _check_leanest(self) -> tuple[Verdict, Candidate]:
         sizes = self._micro_batches()
         self._weights = None
         # The whole batch can step in backward, the smallest part has the fewest activations.
@@ -797,23 +923,39 @@ class Planner:
             return "8-bit optimizer state needs less: --allow lossy"
         return "a shorter sequence, a smaller model or a larger card would do"
 
-    def _check(self, candidate: Candidate) -> tuple[Estimate, Candidate]:
+    def _look_into(
+        self, candidate: Candidate, likely: Sequence[Choices]
+    ) -> tuple[Verdict, Candidate]:
+        """Its check, by the second process where that was asked; `likely` are those to come."""
+        told = self._second.answer(_question(CHECK, candidate.choices))
+        if told is not None:
+            verdict = Verdict(*told)
+            return verdict, verdict.passed_on(candidate)
+        self._second.ask([_question(CHECK, choices) for choices in likely])
+        return self._check(candidate)
+
+    def _check(self, candidate: Candidate) -> tuple[Verdict, Candidate]:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
         self.say("checking a plan by rehearsing it")
-        timeline = rehearse(self.job, self.gpu, PHASES, choices=candidate.choices, clock=self.clock)
-        if candidate.choices.leaves:
-            parts = count_parts(self.job, candidate.choices.micro_batch)
+        estimate, verdict = self._examine(candidate.choices)
+        candidate = verdict.passed_on(candidate)
+        self._checks[str(candidate.choices)] = estimate
+        return verdict, candidate
+
+    def _examine(self, choices: Choices) -> tuple[Estimate, Verdict]:
+        """The same of choices alone: with the settings of the allocator that are better."""
+        timeline = rehearse(self.job, self.gpu, PHASES, choices=choices, clock=self.clock)
+        rehearsed = None
+        if choices.leaves:
+            parts = count_parts(self.job, choices.micro_batch)
             rehearsed = step_effort(timeline, parts).seconds(self.clock)
-            candidate = dataclasses.replace(candidate, rehearsed=rehearsed)
-        limit = self._limit(candidate.choices.leaves)
-        plain = self._judge(timeline, "", limit)
-        if self.gpu is None or (plain.fits and not plain.step_retries):
-            return plain, candidate
-        expandable = self._judge(timeline, EXPANDABLE, limit)
-        if merit_of(expandable) <= merit_of(plain):
-            return plain, candidate
-        choices = dataclasses.replace(candidate.choices, allocator=EXPANDABLE)
-        return expandable, dataclasses.replace(candidate, choices=choices)
+        limit = self._limit(choices.leaves)
+        estimate, allocator = self._judge(timeline, "", limit), choices.allocator
+        if self.gpu is not None and not (estimate.fits and not estimate.step_retries):
+            expandable = self._judge(timeline, EXPANDABLE, limit)
+            if merit_of(expandable) > merit_of(estimate):
+                estimate, allocator = expandable, EXPANDABLE
+        return estimate, Verdict.of(estimate, rehearsed, allocator)
 
     def _judge(self, timeline: Timeline, settings: str, limit: int) -> Estimate:
         estimate = judge(
@@ -827,6 +969,18 @@ class Planner:
         )
         return dataclasses.replace(estimate, budget=self.budget)
 
+    # -- in the second process --------------------------------------------------------------------
+
+    def _answer(self, question: Any) -> Any:
+        """What `_question` asks for, in numbers and names."""
+        what, values = question
+        choices = Choices.from_dict(values)
+        if what == HEAR:
+            return to_plain(self._audition(choices))
+        if what == PRICE:
+            return price(self.job, self.gpu, self.clock, choices)
+        return self._examine(choices)[1]
+
     # -- saying it --------------------------------------------------------------------------------
 
     def _changes(self, candidate: Candidate, estimate: Estimate) -> tuple[Change, ...]:
@@ -838,8 +992,30 @@ class Planner:
             precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks
         )
         return describe_changes(
-            self.job, self.gpu, self.clock, before, candidate.choices, estimate.timeline
+            self.job,
+            self.gpu,
+            self.clock,
+            before,
+            candidate.choices,
+            estimate.timeline,
+            self._price_all,
         )
+
+    def _price_all(self, all_choices: Sequence[Choices]) -> list[Price]:
+        """Half of them here, half of them beside."""
+        self._second.ask([_question(PRICE, choices) for choices in all_choices[1::2]])
+        prices = {
+            str(choices): price(self.job, self.gpu, self.clock, choices)
+            for choices in all_choices[::2]
+        }
+        for choices in all_choices[1::2]:
+            told = self._second.answer(_question(PRICE, choices))
+            prices[str(choices)] = (
+                (told[0], told[1])
+                if told is not None
+                else price(self.job, self.gpu, self.clock, choices)
+            )
+        return [prices[str(choices)] for choices in all_choices]
 
     def _report(
         self,
@@ -899,6 +1075,11 @@ class Planner:
             ),
             default=0,
         )
+
+
+def _question(what: str, choices: Choices) -> tuple[str, dict[str, Any]]:
+    """To the second process."""
+    return what, choices.as_dict()
 
 
 def _stepping_later(choices: Choices) -> list[Choices]:

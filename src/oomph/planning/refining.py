@@ -10,8 +10,9 @@ that comes to, so each is moved for as long as it makes the step faster.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from oomph.planning.choices import Choices
@@ -42,80 +43,127 @@ class Tried:
 
 #: Tries choices; what comes back may make room for them in the blocks, and is None where it cannot.
 Attempt = Callable[[Choices], Tried | None]
+#: Hears what is likely to be tried, in this order.
+Foresee = Callable[[Sequence[Choices]], None]
 Move = Callable[[Choices], Choices]
+#: Moves from what is best so far, each to be made on top of the one before.
+Climb = Callable[[Tried], list[Move]]
 
 
 def refine(
-    best: Tried, attempt: Attempt, *, gradients: int, first: float, host_steps: bool
+    best: Tried,
+    attempt: Attempt,
+    *,
+    gradients: int,
+    first: float,
+    host_steps: bool,
+    foresee: Foresee = lambda _: None,
 ) -> Tried:
     """The fastest that was found; `gradients` are the bytes of all.
 
     `first` is the share of all parameters that the optimizer's first tensor has. `host_steps` says
     that it is known how fast the host's cores step.
     """
-    best = _smaller_loss(best, attempt)
-    if (room := best.choices.gradient_room) is not None:
-        more = [size for part in PARTS if (size := int(part * gradients)) > room]
-        best = _climb(best, [_setting(gradient_room=size) for size in more], attempt)
-        between = (best.choices.gradient_room or 0) + gradients // 16
-        best = _climb(best, [_setting(gradient_room=between)], attempt)
-    if away := best.choices.weights_away:
-        # Those that forward needs first have the least time to come.
-        fewer = [away[math.ceil(part * len(away)) :] for part in PARTS]
-        best = _climb(best, [_setting(weights_away=paths) for paths in fewer], attempt)
-    best = _come_early(_let_stay(best, attempt, first), attempt)
+    climbs: list[Climb] = [
+        _smaller_loss,
+        functools.partial(_more_room, gradients),
+        functools.partial(_a_little_more_room, gradients),
+        _fewer_away,
+        functools.partial(_let_stay, first),
+        _come_early,
+    ]
     if host_steps:
         # Late: how fast the host is beside all else is what is known least.
-        shared = _have_host_step(best, attempt)
-        # What the host steps leaves room on the GPU.
-        best = _come_early(shared, attempt) if shared is not best else best
-    return _smaller_loss(best, attempt)
+        climbs += [_share, _share_a_little_more, _come_early_beside_a_share]
+    climbs.append(_smaller_loss)
+    for at, climb in enumerate(climbs):
+        # Go on for as long as the next is faster.
+        moves = climb(best)
+        for done, move in enumerate(moves):
+            helps = climb is _smaller_loss and best.cleans  # for which it is made
+            foresee(_likely(best, moves[done:], climbs[at + 1 :], helps=helps))
+            found = attempt(move(best.choices))
+            if found is None or found.seconds > WORTH_IT * best.seconds:
+                break
+            best = found
+    return best
 
 
-def _let_stay(best: Tried, attempt: Attempt, first: float) -> Tried:
-    """With as much state on the GPU as makes it faster.
-
-    An embedding is done last in backward, all at once: nothing would hide that its state comes.
-    """
-    shares = [math.ceil(share * 1000) / 1000 for share in (first, *PARTS) if first <= share < 1]
-    moves = [_setting(gpu_share=share) for share in dict.fromkeys(shares)]
-    return _climb(best, moves, attempt)
-
-
-def _have_host_step(best: Tried, attempt: Attempt) -> Tried:
-    """With as much stepped by the host's cores, of what is there, as makes it faster."""
-    most = 1 - best.choices.gpu_share
-    shares = [share for share in SHARES if share <= most]
-    shared = _climb(best, [_setting(host_share=share) for share in shares], attempt)
-    half_more = round(shared.choices.host_share + SHARES[0] / 2, 2)
-    return _climb(shared, [_setting(host_share=half_more)] if half_more <= most else [], attempt)
+def _likely(
+    best: Tried, moves: Sequence[Move], later: Sequence[Climb], *, helps: bool
+) -> list[Choices]:
+    """What is tried from here on if the first move `helps` or not, and no other does."""
+    likely = [moves[0](best.choices)]
+    if helps:
+        best = dataclasses.replace(best, choices=likely[0], cleans=False)
+        likely += [move(best.choices) for move in moves[1:2]]
+    return likely + [onward[0](best.choices) for climb in later if (onward := climb(best))]
 
 
-def _smaller_loss(best: Tried, attempt: Attempt) -> Tried:
+def _smaller_loss(best: Tried) -> list[Move]:
     """With fewer rows of the loss at a time, for which the allocator finds room in one piece."""
     chunk = best.choices.loss_chunk
     less = [chunk // part for part in CHUNKS] if chunk and best.cleans else []
-    return _climb(best, [_setting(loss_chunk=rows) for rows in less if rows], attempt)
+    return [_setting(loss_chunk=rows) for rows in less if rows]
 
 
-def _come_early(best: Tried, attempt: Attempt) -> Tried:
+def _more_room(gradients: int, best: Tried) -> list[Move]:
+    """With more gradients that wait on the GPU."""
+    if (room := best.choices.gradient_room) is None:
+        return []
+    more = [size for part in PARTS if (size := int(part * gradients)) > room]
+    return [_setting(gradient_room=size) for size in more]
+
+
+def _a_little_more_room(gradients: int, best: Tried) -> list[Move]:
+    if (room := best.choices.gradient_room) is None:
+        return []
+    return [_setting(gradient_room=room + gradients // 16)]
+
+
+def _fewer_away(best: Tried) -> list[Move]:
+    """With weights of blocks on the GPU: those that forward needs first have the least time."""
+    away = best.choices.weights_away
+    fewer = [away[math.ceil(part * len(away)) :] for part in PARTS] if away else []
+    return [_setting(weights_away=paths) for paths in fewer]
+
+
+def _let_stay(first: float, best: Tried) -> list[Move]:
+    """With state that stays on the GPU, an embedding's before all.
+
+    Backward is done with that last and all at once: nothing would hide that its state comes.
+    """
+    shares = [math.ceil(share * 1000) / 1000 for share in (first, *PARTS) if first <= share < 1]
+    return [_setting(gpu_share=share) for share in dict.fromkeys(shares)]
+
+
+def _come_early(best: Tried) -> list[Move]:
     """With as much state before the norm of all gradients as makes it faster."""
     if best.choices.gradient_room is None:
-        return best
+        return []
     counts = [times * best.choices.state_ahead for times in EARLY]
     more = [count for count in counts if count > best.choices.state_early]
-    return _climb(best, [_setting(state_early=count) for count in more], attempt)
+    return [_setting(state_early=count) for count in more]
+
+
+def _share(best: Tried) -> list[Move]:
+    """With more steps that the host's cores make, of what is there."""
+    return [_setting(host_share=share) for share in SHARES if _is_there(share, best)]
+
+
+def _share_a_little_more(best: Tried) -> list[Move]:
+    share = round(best.choices.host_share + SHARES[0] / 2, 2)
+    return [_setting(host_share=share)] if _is_there(share, best) else []
+
+
+def _is_there(share: float, best: Tried) -> bool:
+    return share + best.choices.gpu_share <= 1
+
+
+def _come_early_beside_a_share(best: Tried) -> list[Move]:
+    """What the host steps leaves room on the GPU."""
+    return _come_early(best) if best.choices.host_share else []
 
 
 def _setting(**fields: object) -> Move:
     return lambda choices: dataclasses.replace(choices, **fields)  # type: ignore[arg-type]
-
-
-def _climb(best: Tried, moves: Iterable[Move], attempt: Attempt) -> Tried:
-    """Go on for as long as the next is faster."""
-    for move in moves:
-        found = attempt(move(best.choices))
-        if found is None or found.seconds > WORTH_IT * best.seconds:
-            break
-        best = found
-    return best

@@ -18,7 +18,8 @@ def only_new_garbage() -> Iterator[None]:
     as ever.
     """
     global _only_new
-    if gc.get_freeze_count():  # inside another one, or it is the user's own arrangement
+    # Inside another one, or it is the user's own arrangement; counting takes long where much is.
+    if _only_new or gc.get_freeze_count():
         yield
         return
     gc.freeze()

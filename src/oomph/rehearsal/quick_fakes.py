@@ -30,6 +30,11 @@ def quick_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if make is None else make(func, args, kwargs)
 
 
+def shows_its_argument(func: Any, args: Sequence[Any]) -> bool:
+    """Whether `quick_fake` gives its first argument's memory in another way, and no more."""
+    return _QUICK.get(func) is _view and _is_plain(args[0])
+
+
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Shows its first argument, and no other tensor, in another way."""
     first = args[0]

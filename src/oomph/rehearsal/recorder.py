@@ -31,7 +31,7 @@ from oomph.rehearsal.in_place import (
     is_in_place,
     may_be_in_place,
 )
-from oomph.rehearsal.quick_fakes import quick_fake
+from oomph.rehearsal.quick_fakes import quick_fake, shows_its_argument
 from oomph.rehearsal.rules import Burst, Rules
 from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in
 from oomph.rehearsal.timeline import Block, Category, Mark, Span, Timeline
@@ -41,6 +41,7 @@ from oomph.timing.ops import work_of
 from oomph.timing.work import Work
 
 aten = torch.ops.aten
+_ASKS_WHERE_TO_RUN = torch.ops.prim.device.default
 
 
 #: Where a micro-batch begins.
@@ -248,7 +249,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:
+        if func is _ASKS_WHERE_TO_RUN:
             return args[0].fake_device  # C++ asks where to run: on the fake CPU, always
         kwargs = kwargs or {}
         self._follow_node()
@@ -279,6 +280,10 @@ class Recorder(TorchDispatchMode):
         return is_in_place(func, self._node[0], args, made_by_node, held)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if shows_its_argument(func, args) and self._is_written_down(args[0]):
+            out = quick_fake(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
         side = self._placing
         device = kwargs.get("device")
         if device is not None:
@@ -310,6 +315,17 @@ class Recorder(TorchDispatchMode):
         self._record(func, args, out, side)
         self.values.follow(func, args, kwargs, out)
         return out
+
+    def _is_written_down(self, tensor: Tensor) -> bool:
+        """Whether nothing is to be said of a view of it: its memory is known, as it is now."""
+        storage = tensor.untyped_storage()
+        record = self._storages.get(storage._cdata)
+        # Of a truth it is known which op it came from last.
+        return (
+            record is not None
+            and record.nbytes == storage.nbytes()
+            and tensor.dtype is not torch.bool
+        )
 
     def _side_of_new(self) -> Side:
         """Where an op without tensors to go by puts its result when no device is named.

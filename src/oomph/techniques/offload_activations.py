@@ -33,6 +33,9 @@ from oomph.host.parked import Parked, Slots
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
 
+#: Weakly: weights that are streamed give their memory back, and an activation may then have it.
+_Storages = weakref.WeakSet[torch.UntypedStorage]
+
 #: Bytes below which a tensor stays: starting its copies takes longer than they do.
 SMALLEST = 1 << 18
 
@@ -60,7 +63,7 @@ class ActivationOffload:
         self._leaving: list[_Call] = []
         self._wrapped: dict[nn.Module, _Wrapped] = {}
         #: Storages that others hold while the model runs: its parameters, its buffers, its inputs.
-        self._held: frozenset[int] | None = None
+        self._held: _Storages | None = None
         self._follows: list[Any] = []
         self._watches = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -178,7 +181,7 @@ class ActivationOffload:
         self._parked[storage] = weakref.ref(parked)
         return parked, True
 
-    def may_leave(self, tensor: Tensor, owned_by_block: frozenset[int]) -> bool:
+    def may_leave(self, tensor: Tensor, owned_by_block: _Storages) -> bool:
         """Whether this is an activation on the GPU that can be copied as it is."""
         if (
             tensor.device.type != self._device_type
@@ -195,7 +198,7 @@ class ActivationOffload:
             return False
         if self._held is None:  # somebody calls the block without the model
             self._held = _owned_by(self._model)
-        return storage._cdata not in self._held and storage._cdata not in owned_by_block
+        return storage not in self._held and storage not in owned_by_block
 
     def is_worth_it(self, nbytes: int) -> bool:
         """Whether memory of this size is large enough to be moved."""
@@ -330,13 +333,13 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _owned_by(module: nn.Module) -> frozenset[int]:
+def _owned_by(module: nn.Module) -> _Storages:
     """The storages of a module's parameters and buffers."""
     return _storages(itertools.chain(module.parameters(), module.buffers()))
 
 
-def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if _is_plain(tensor))
+def _storages(tensors: Iterable[Tensor]) -> _Storages:
+    return weakref.WeakSet(tensor.untyped_storage() for tensor in tensors if _is_plain(tensor))
 
 
 def _parts(module: nn.Module, wrapped: Collection[nn.Module]) -> Iterator[nn.Module]:

@@ -1,0 +1,33 @@
+"""What candidates tell of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from oomph.planning.candidates import leaves_no_more
+from oomph.planning.choices import Choices
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gradient_room": 0},
+        {"gradient_room": 100},
+        {"weights_away": ("a", "b")},
+        {"state_ahead": 3},
+        {"gradient_room": 0, "weights_away": ("a",), "state_ahead": 2},
+    ],
+)
+def test_choices_that_have_more_leave_are_known_as_such(more: dict[str, Any]) -> None:
+    less = Choices(optimizer_on="host", state_ahead=4)
+    assert leaves_no_more(less, less)
+    assert leaves_no_more(less, dataclasses.replace(less, **more))
+    assert not leaves_no_more(dataclasses.replace(less, **more), less)
+
+
+def test_choices_that_differ_otherwise_tell_nothing_of_each_other() -> None:
+    one = Choices(optimizer_on="host")
+    assert not leaves_no_more(one, dataclasses.replace(one, micro_batch=2, gradient_room=0))
