@@ -21,7 +21,7 @@ from oomph.planning.audition import Copies, audition, peak_allocated
 from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
 from oomph.planning.planner import make_planner, plan
-from oomph.planning.refining import Attempt, Tried
+from oomph.planning.refining import Attempt, Foresee, Tried
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.survey import survey
 from oomph.rehearsal.allocator import AllocatorSettings
@@ -132,7 +132,9 @@ def test_the_hosts_cores_step_only_where_it_is_known_how_fast_they_are(
     save_profile(Profile(gpu="h200", torch="2.11.0", date="2026-01-31", host_adam=host_adam))
     asked: list[bool] = []
 
-    def refine(best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool) -> Tried:
+    def refine(
+        best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool, foresee: Foresee
+    ) -> Tried:
         asked.append(host_steps)
         assert gradients == weights() // 2
         return attempt(dataclasses.replace(best.choices, gradient_room=MIB)) or best

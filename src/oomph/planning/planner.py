@@ -837,7 +837,7 @@ class Planner:
         return best
 
     def _rivals(self, rooms: Rooms, checked: set[str], kind: Kind, to_beat: float) -> list[Choices]:
-        """What is likely to come next: where one fails, its kind has less room, others have not."""
+        """What is likely to come next: one that fails leaves less room to its kind alone."""
         if not self._leaving:
             return []
         rival = self._fastest(rooms, checked, but=kind)

@@ -133,8 +133,10 @@ def _let_stay(first: float, best: Tried) -> list[Move]:
 
     Backward is done with that last and all at once: nothing would hide that its state comes.
     """
-    shares = [math.ceil(share * 1000) / 1000 for share in (first, *PARTS) if first <= share < 1]
-    return [_setting(gpu_share=share) for share in dict.fromkeys(shares)]
+    if first >= 1:
+        return []
+    more = [part for part in PARTS if first + PARTS[0] / 2 <= part < 1]
+    return [_setting(gpu_share=share) for share in (math.ceil(first * 1000) / 1000, *more)]
 
 
 def _come_early(best: Tried) -> list[Move]:
