@@ -20,14 +20,14 @@ TRUTH = Path(__file__).parents[2] / "benchmarks/truth"
 H200 = find_gpu("h200")
 
 
-def rehearsed(suite: str, budget: str, **other: Any) -> tuple[dict[str, Any], Timeline]:
+def rehearsed(suite: str, budget: str) -> tuple[dict[str, Any], Timeline]:
     document = json.loads((TRUTH / f"h200-torch-2.11-frontier-{suite}.json").read_text())
     cell = document["rows"]["oomph"][budget]
     timeline = rehearse(
         SUITES[suite].job(),
         H200,
         ("build", "step"),
-        choices=Choices(**cell["choices"] | other),
+        choices=Choices(**cell["choices"]),
         clock=Clock.of(H200),
         skip_first_step=True,
     )
@@ -40,8 +40,7 @@ def test_compiled_blocks_with_dropout_take_what_was_measured() -> None:
 
 
 def test_experts_take_the_time_of_their_products() -> None:
-    # It was measured before runs copied what they step inside backward.
-    cell, timeline = rehearsed("olmoe-1b-7b", "64", optimizer_in_backward=False)
+    cell, timeline = rehearsed("olmoe-1b-7b", "64")
     seconds = step_effort(timeline, 1).seconds(Clock.of(H200))
     assert seconds == pytest.approx(cell["seconds"], rel=0.25)
 

@@ -15,8 +15,6 @@ from oomph.planning.audition import peak_allocated, step_effort
 from oomph.planning.choices import Choices
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
-from oomph.techniques import step_buckets
-from oomph.techniques.step_buckets import LARGEST_BUCKET
 from oomph.timing.clock import Clock
 from oomph.units import GIB
 
@@ -55,19 +53,17 @@ def test_watching_cost_less_than_two_percent() -> None:
 
 OFFLOADED = [
     (case, name)
-    for case in ("3b", "8b")
+    for case in ("3b", "8b", "3b-disk")
     for name in truth(f"offload-{case}")["rows"]
     if name.startswith("oomph")
 ]
 
 
-#: Steps whose seconds are predicted worse than to 10 %: by 20 % too few.
-SECONDS_MISSED = {"oomph within 24 GiB, no clipping": 0.21}
+#: Steps whose seconds are predicted worse than to 10 %: by 12 % too few.
+SECONDS_MISSED = {"oomph within 24 GiB, no clipping": 0.12}
 #: Memory that is predicted worse than to 2 %: 3.8 % too much, where the host steps a part and was
 #: done with it sooner than was thought.
 MEMORY_MISSED = {"oomph within 8 GiB, no clipping": 0.04}
-#: What was measured when buckets were smaller.
-BUCKETS = {"8b": 32 << 20}
 
 
 @pytest.mark.parametrize(("case", "name"), OFFLOADED)
@@ -75,9 +71,10 @@ def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
     case: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    save_profile(Profile.from_dict(truth("profile")))  # of the machine that it was measured on
-    monkeypatch.setattr(step_buckets, "LARGEST_BUCKET", BUCKETS.get(case, LARGEST_BUCKET))
-    measured = truth(f"offload-{case}")["rows"][name]
+    document = truth(f"offload-{case}")
+    # Of the machine that it was measured on; disks differ from one to the next.
+    save_profile(Profile.from_dict(truth("profile") | document.get("disk", {})))
+    measured = document["rows"][name]
     h200, choices = find_gpu("h200"), Choices.from_dict(measured["choices"])
     budget = float(name.split()[2])
     assert measured["reserved"] + device_overhead(h200).expected <= budget * GIB
