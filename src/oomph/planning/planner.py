@@ -502,7 +502,12 @@ class Planner:
 
     def _takes_at_least(self, heard: list[Audition], base: Choices) -> float:
         """Seconds of a step by what was heard with less on its way: the kernels are the same."""
-        alike = [one for one in heard if base.leaves and leaves_no_more(one.choices, base)]
+        # Where the card waits for launches, what is told says little of what copies cost.
+        alike = [
+            one
+            for one in heard
+            if base.leaves and not one.waits_for_launches and leaves_no_more(one.choices, base)
+        ]
         return max(
             (min(variant.fastest for variant in self._chunked(one)) for one in alike), default=0.0
         )
