@@ -70,6 +70,7 @@ def refine(
         functools.partial(_a_little_more_room, gradients),
         _fewer_away,
         functools.partial(_let_stay, first),
+        functools.partial(_let_first_stay, first),
         _come_early,
     ]
     if host_steps:
@@ -129,14 +130,19 @@ def _fewer_away(best: Tried) -> list[Move]:
 
 
 def _let_stay(first: float, best: Tried) -> list[Move]:
-    """With state that stays on the GPU, an embedding's before all.
+    """With state that stays on the GPU, an embedding's and a little more before all.
 
     Backward is done with that last and all at once: nothing would hide that its state comes.
     """
-    if first >= 1:
-        return []
-    more = [part for part in PARTS if first + PARTS[0] / 2 <= part < 1]
-    return [_setting(gpu_share=share) for share in (math.ceil(first * 1000) / 1000, *more)]
+    least = first + PARTS[0] / 2
+    shares = [round(least, 3), *(part for part in PARTS if part >= least + PARTS[0] / 2)]
+    return [_setting(gpu_share=share) for share in shares if share < 1]
+
+
+def _let_first_stay(first: float, best: Tried) -> list[Move]:
+    """With the embedding's alone, if there is no room for more."""
+    alone = math.ceil(first * 1000) / 1000
+    return [_setting(gpu_share=alone)] if alone < 1 and not best.choices.gpu_share else []
 
 
 def _come_early(best: Tried) -> list[Move]:
