@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oomph.host.link import Link
+from oomph.host.slots import OpenSlots
 from oomph.techniques import streamed_step
-from oomph.techniques.disk_state import OpenSlots
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.streamed_weights import StreamedWeights

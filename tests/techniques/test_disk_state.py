@@ -29,8 +29,9 @@ from oomph.host import limits
 from oomph.host.limits import HostLimits
 from oomph.host.link import InstantLink, Link
 from oomph.host.scratch_file import ScratchFile
+from oomph.host.slots import OpenSlots
 from oomph.techniques import disk_state
-from oomph.techniques.disk_state import OpenSlots, choose_for_disk
+from oomph.techniques.disk_state import choose_for_disk
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
 from deferred_link import CountingLink

@@ -24,7 +24,7 @@ Activations: `put` in forward, `announce` in reverse when forward ends, `get` in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -53,6 +53,10 @@ class SlotStore(Protocol):
 
     def close(self) -> None:
         """Wait for every copy and give everything back; the link stays open."""
+
+
+#: Opens slots: bytes of the largest, and how many buffers of host memory there are before them.
+OpenSlots = Callable[[int, int], SlotStore]
 
 
 def view_like(memory: Tensor, tensor: Tensor) -> Tensor:

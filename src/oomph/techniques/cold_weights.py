@@ -20,10 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from oomph.errors import BadInput
 from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy
-from oomph.host.slots import SlotStore
-
-#: Opens slots: bytes of the largest, and how many buffers of host memory there are before them.
-OpenSlots = Callable[[int, int], SlotStore]
+from oomph.host.slots import OpenSlots
 
 #: One that goes to the GPU, one that the disk fills, and one that nothing was promised to.
 BUFFERS = 3

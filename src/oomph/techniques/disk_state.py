@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oomph.host.link import Copy
-from oomph.host.slots import SlotStore
+from oomph.host.slots import OpenSlots, SlotStore
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.optimizer_twin import State
 from oomph.techniques.step_buckets import Piece, Trained, pieces_of
@@ -24,9 +24,6 @@ from oomph.techniques.step_buckets import Piece, Trained, pieces_of
 LEAST = 1 << 20
 #: What a parameter's master is called, beside the names of its state.
 MASTER = "master"
-
-#: Opens slots on the disk: bytes of the largest, and how many buffers there are before it.
-OpenSlots = Callable[[int, int], SlotStore]
 
 _Key = tuple[Trained, int, str]
 

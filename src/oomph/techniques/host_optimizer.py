@@ -57,8 +57,9 @@ from torch.utils.hooks import RemovableHandle
 from oomph.errors import BadInput
 from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy, Link
+from oomph.host.slots import OpenSlots
 from oomph.job import repeated_blocks
-from oomph.techniques.disk_state import DiskState, OpenSlots, choose_for_disk, open_disk_state
+from oomph.techniques.disk_state import DiskState, choose_for_disk, open_disk_state
 from oomph.techniques.first_use import FirstUse
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_masters import HostMasters
