@@ -133,10 +133,17 @@ def test_the_hosts_cores_step_only_where_it_is_known_how_fast_they_are(
     asked: list[bool] = []
 
     def refine(
-        best: Tried, attempt: Attempt, *, gradients: int, host_steps: bool, foresee: Foresee
+        best: Tried,
+        attempt: Attempt,
+        *,
+        gradients: int,
+        first: float,
+        host_steps: bool,
+        foresee: Foresee,
     ) -> Tried:
         asked.append(host_steps)
         assert gradients == weights() // 2
+        assert 0 < first < 1
         return attempt(dataclasses.replace(best.choices, gradient_room=MIB)) or best
 
     monkeypatch.setattr(planner, "refine", refine)
