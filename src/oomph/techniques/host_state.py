@@ -186,7 +186,7 @@ class HostState:
         if self._disk is not None:
             self._disk.close()
 
-    def on_gpu(self, piece: Piece) -> State:
+    def resident(self, piece: Piece) -> State:
         """What does not come and go: scalars, and what stays. Nothing before its first step.
 
         All pieces but the last have copies of scalars, so that these count once.

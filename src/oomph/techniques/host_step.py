@@ -186,7 +186,7 @@ class HostStep:
         for tensor, gradient in zip(stepped, gradients, strict=True):
             tensor.grad = gradient
         on_host = [state.tensors(piece) for piece in pieces]
-        before = [{**state.on_gpu(p), **own} for p, own in zip(pieces, on_host, strict=True)]
+        before = [{**state.resident(p), **own} for p, own in zip(pieces, on_host, strict=True)]
         after = self._twin.step(group, stepped, before)
         for piece, tensor, old, new in zip(pieces, stepped, on_host, after, strict=True):
             tensor.grad = None

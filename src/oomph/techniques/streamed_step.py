@@ -122,7 +122,7 @@ class StreamedStep:
             ]
             for tensor, gradient in zip(tensors, scaled, strict=True):
                 tensor.grad = gradient
-            before = [{**self._parts.state.on_gpu(p), **visit.state.pop(p)} for p in pieces]
+            before = [{**self._parts.state.resident(p), **visit.state.pop(p)} for p in pieces]
             after = self._twin.step(groups[group], tensors, before)
             del before
             for piece, tensor, state in zip(pieces, tensors, after, strict=True):
