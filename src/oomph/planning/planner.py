@@ -673,7 +673,13 @@ class Planner:
             if best is None or best.choices.cuda_graph or self._real.knows(best.choices):
                 return
             self.say("timing blocks")
-            told = next(one for one in self._told if one.choices == best.heard.choices)
+            # What was heard with one chunk of the loss tells of blocks with all.
+            chunk = best.heard.choices.loss_chunk
+            told = next(
+                one
+                for one in self._told
+                if dataclasses.replace(one.choices, loss_chunk=chunk) == best.heard.choices
+            )
             self._real.time(best.choices, told, self.found)
             self.heard = [self._by_real_clock(one) for one in self._told]
 
