@@ -9,30 +9,30 @@ import torch
 from deferred_link import DeferredLink
 from torch import Tensor
 
-from oomph.host.parked import Parked, Slots
+from oomph.host.parked import HostParking, Parked, Parking
 
 
-def park(slots: Slots, tensor: Tensor, position: int = 0) -> Parked:
-    parked = slots.park(tensor, position)
+def park(parking: Parking, tensor: Tensor, position: int = 0) -> Parked:
+    parked = parking.park(tensor, position)
     parked.want()
     return parked
 
 
 @pytest.mark.parametrize("eager", [0.0, 0.5, 1.0])
 def test_the_whole_memory_of_a_view_comes_back(eager: float) -> None:
-    slots = Slots(DeferredLink(eager=eager))
+    parking = HostParking(DeferredLink(eager=eager))
     memory = torch.arange(12.0)
-    parked = park(slots, memory.view(3, 4).t()[1:])
+    parked = park(parking, memory.view(3, 4).t()[1:])
     parked.leave()
     parked.fetch()
     assert parked.take(first=True).tolist() == memory.tolist()
 
 
 def test_it_is_not_here_between_leaving_and_coming_back() -> None:
-    slots = Slots(DeferredLink())
+    parking = HostParking(DeferredLink())
     memory = torch.ones(4)
     gone = weakref.ref(memory.untyped_storage())
-    parked = park(slots, memory)
+    parked = park(parking, memory)
     del memory
     assert gone() is not None, "the copy is under way"
     parked.leave()
@@ -42,16 +42,16 @@ def test_it_is_not_here_between_leaving_and_coming_back() -> None:
 
 def test_what_is_asked_for_before_it_left_was_never_away() -> None:
     link = DeferredLink()
-    parked = park(Slots(link), torch.ones(4))
+    parked = park(HostParking(link), torch.ones(4))
     assert parked.take(first=True).tolist() == [1, 1, 1, 1]
     assert link.bytes["in"] == 0
 
 
 def test_a_slot_is_used_again_when_nobody_wants_what_was_in_it() -> None:
     link = DeferredLink()
-    slots = Slots(link)
+    parking = HostParking(link)
     for value in range(3):
-        parked = park(slots, torch.full((4,), float(value)))
+        parked = park(parking, torch.full((4,), float(value)))
         parked.leave()
         assert parked.take(first=True).tolist() == [value] * 4
         del parked
@@ -60,8 +60,8 @@ def test_a_slot_is_used_again_when_nobody_wants_what_was_in_it() -> None:
 
 def test_a_slot_in_use_is_left_alone() -> None:
     link = DeferredLink()
-    slots = Slots(link)
-    one, other = park(slots, torch.zeros(4)), park(slots, torch.ones(4))
+    parking = HostParking(link)
+    one, other = park(parking, torch.zeros(4)), park(parking, torch.ones(4))
     for parked in (one, other):
         parked.leave()
     assert one.take(first=True).tolist() == [0, 0, 0, 0]
@@ -71,7 +71,7 @@ def test_a_slot_in_use_is_left_alone() -> None:
 
 def test_a_slot_grows_and_does_not_shrink() -> None:
     link = DeferredLink()
-    slots = Slots(link)
+    parking = HostParking(link)
     for count in (2, 4, 3, 1):
-        park(slots, torch.ones(count)).leave()
+        park(parking, torch.ones(count)).leave()
     assert link.taken == 4 * (2 + 4)

@@ -15,6 +15,7 @@ the clock tells when it would be done.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -93,20 +94,22 @@ class DoneCopy:
 
 
 class Copies:
-    """Several copies that are waited for as one."""
+    """Several copies that are waited for as one, also those behind one that fails."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self.each = copies
 
     def wait(self) -> None:
         """Wait for each."""
-        for copy in self.each:
-            copy.wait()
+        with contextlib.ExitStack() as waits:
+            for copy in reversed(self.each):
+                waits.callback(copy.wait)
 
     def finish(self) -> None:
         """Wait for each."""
-        for copy in self.each:
-            copy.finish()
+        with contextlib.ExitStack() as waits:
+            for copy in reversed(self.each):
+                waits.callback(copy.finish)
 
 
 class DoneWork(DoneCopy):

@@ -1,12 +1,14 @@
-"""Memory of the GPU that is parked on the host: it leaves, waits in a slot and comes back.
+"""Memory of the GPU that is parked outside it: it leaves, waits in a place and comes back.
 
-Slots are made at first use, as large as they have to be, and used again in every step. A slot
+Places are made at first use, as large as they have to be, and used again in every step. A place
 belongs to what is parked in it until nobody wants that any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable
 
@@ -16,70 +18,111 @@ from torch import Tensor
 from oomph.host.link import Copy, Link
 
 
-class Slots:
-    """Host memory by position: what is parked at the same position each time reuses it."""
+class Place(ABC):
+    """Room outside the GPU that one thing at a time is parked in."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._slots: defaultdict[Hashable, list[_Slot]] = defaultdict(list)
-
-    def park(self, tensor: Tensor, position: Hashable) -> Parked:
-        """Start to copy the whole memory that `tensor` is a view of."""
-        slots = self._slots[position]
-        slot = next((slot for slot in slots if slot.is_free), None)
-        if slot is None:
-            slot = _Slot()
-            slots.append(slot)
-        return Parked(tensor, self._link, slot)
-
-    def clear(self) -> None:
-        """Forget all slots; what is parked keeps its own until it is fetched for the last time."""
-        self._slots.clear()
-
-
-class _Slot:
-    """Host memory that one thing at a time is parked in."""
-
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
-        self.user: weakref.ref[Parked] | None = None
-        #: The last copy that reads the memory; the next one that writes to it comes after it.
-        self.reads: tuple[Copy, ...] = ()
+    user: weakref.ref[Parked] | None = None
 
     @property
     def is_free(self) -> bool:
+        """Whether nobody wants what was parked here last."""
         return self.user is None or self.user() is None
 
-    def room(self, like: Tensor, link: Link) -> Tensor:
-        """So much of the memory as `like` needs; new memory where it is too small."""
-        nbytes = like.numel() * like.element_size()
-        if self.memory is None or self.memory.numel() < nbytes:
-            self.memory = link.host_memory(nbytes)
-        return self.memory[:nbytes].view(like.dtype)
+    @abstractmethod
+    def put(self, source: Tensor) -> Copy:
+        """Start to copy a flat tensor here, with more room where it has too little."""
+
+    @abstractmethod
+    def get(self, target: Tensor) -> Copy:
+        """Start to copy what was put last into memory of its size and type."""
+
+
+class Parking(ABC):
+    """Places by position: what is parked at the same position each time reuses them."""
+
+    def __init__(self) -> None:
+        self._places: defaultdict[Hashable, list[Place]] = defaultdict(list)
+
+    def park(self, tensor: Tensor, position: Hashable) -> Parked:
+        """Start to copy the whole memory that `tensor` is a view of."""
+        places = self._places[position]
+        place = next((place for place in places if place.is_free), None)
+        if place is None:
+            place = self._make_place()
+            places.append(place)
+        return Parked(tensor, place)
+
+    def begin(self) -> None:
+        """A forward begins: what is still parked of others is not expected to come back soon."""
+
+    def end(self) -> None:
+        """The forward ended: what was parked in it comes back next, the last one first."""
+
+    def clear(self) -> None:
+        """Forget all places; what is parked keeps its own until it is fetched for the last time."""
+        self._places.clear()
+
+    @abstractmethod
+    def _make_place(self) -> Place: ...
+
+
+class HostParking(Parking):
+    """In the link's host memory."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+
+    def _make_place(self) -> Place:
+        return _HostPlace(self._link)
+
+
+class _HostPlace(Place):
+    """Host memory, which grows and does not shrink."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._memory: Tensor | None = None
+        #: The part of it that was put last.
+        self._there: Tensor | None = None
+        #: The last copy that reads the memory; the next one that writes to it comes after it.
+        self._reads: tuple[Copy, ...] = ()
+
+    def put(self, source: Tensor) -> Copy:
+        """Copy to the host."""
+        if self._memory is None or self._memory.nbytes < source.nbytes:
+            self._memory = self._link.host_memory(source.nbytes)
+        self._there = self._memory[: source.nbytes].view(source.dtype)
+        return self._link.to_host(source, self._there, after=self._reads)
+
+    def get(self, target: Tensor) -> Copy:
+        """Copy to the GPU."""
+        assert self._there is not None, "nothing was put here"
+        copy = self._link.to_gpu(self._there, target)
+        self._reads = (copy,)
+        return copy
 
 
 class Parked:
-    """The memory of one tensor and its views, on its way to the host and back.
+    """The memory of one tensor and its views, on its way out and back.
 
     It is here until `leave`, and again from `fetch` until everybody who wants it has had it.
     """
 
-    def __init__(self, tensor: Tensor, link: Link, slot: _Slot) -> None:
+    def __init__(self, tensor: Tensor, place: Place) -> None:
         self._in: Copy | None = None
         self._out: Copy | None = None
         flat = whole_memory(tensor)
         self.nbytes = flat.numel() * flat.element_size()
         #: How many have yet to ask for it.
         self.wanted = 0
-        self._link = link
-        self._slot = slot
+        self.place = place
         self._version = flat._version
         self._changed = False
         self._numel, self._dtype, self._device = flat.numel(), flat.dtype, flat.device
-        self._there = slot.room(flat, link)
         self._here: Tensor | None = flat
-        self._out = link.to_host(flat, self._there, after=slot.reads)
-        slot.user = weakref.ref(self)
+        self._out = place.put(flat)
+        place.user = weakref.ref(self)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether what is parked is what `tensor`, a view of the same memory, holds now."""
@@ -90,7 +133,7 @@ class Parked:
         )
 
     def leave(self) -> None:
-        """Wait for the copy to the host and give the GPU's memory back."""
+        """Wait for the copy that leaves and give the GPU's memory back."""
         if self._out is None or self._here is None:
             return
         # Somebody wrote over it while it was copied. Autograd refuses such a tensor, and so do we.
@@ -120,9 +163,7 @@ class Parked:
         """
         self.wanted -= first
         self._start_fetch()
-        if self._in is not None:
-            self._in.wait()
-            self._in = None
+        self._wait()
         flat = self._here
         assert flat is not None
         if self._changed or (self._out is not None and flat._version != self._version):
@@ -135,19 +176,30 @@ class Parked:
             self._here = None
         return flat
 
+    def _wait(self) -> None:
+        """Wait for the copy that comes; where it fails, what came of it is nobody's to see."""
+        coming, self._in = self._in, None
+        if coming is None:
+            return
+        try:
+            coming.wait()
+        except BaseException:
+            self._here = None
+            raise
+
     def _drop(self) -> None:
         if self._in is not None:
             # Nobody waited for it, as after a backward that failed, and its memory must not be used
-            # for anything else before it is done.
-            self._in.finish()
+            # for anything else before it is done. How it ended is of no interest any more.
+            with contextlib.suppress(Exception):
+                self._in.finish()
         self._in = self._here = None
 
     def _start_fetch(self) -> None:
         if self._here is not None:
             return
         self._here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self._in = self._link.to_gpu(self._there, self._here)
-        self._slot.reads = (self._in,)
+        self._in = self.place.get(self._here)
 
 
 def whole_memory(tensor: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def _differences(after: Choices) -> list[_Difference]:
             fidelity=Fidelity.ROUNDING,
         ),
         _Difference(technique="micro-batch", field="micro_batch"),
-        _Difference(technique="recompute", field="blocks"),
+        _Difference(technique="recompute", field="blocks", with_it=("offloaded_to",)),
         _Difference(
             technique="compile",
             field="compiled",
@@ -239,5 +239,5 @@ def say_blocks(choices: Choices) -> str:
     words = [f"{whole} of {total} blocks"] if whole else []
     words += [f"{partly} of {total} in part"] if partly else []
     away = len(choices.offloaded)
-    words += [f"what {away} of {total} save is on the host"] if away else []
+    words += [f"what {away} of {total} save is on the {choices.offloaded_to}"] if away else []
     return ", ".join(words) or "none"

@@ -13,6 +13,7 @@ from oomph.job import Precision
 
 Weights = Literal["own", "bf16 with fp32 masters"]
 Place = Literal["gpu", "host"]
+Outside = Literal["host", "disk"]
 
 MASTERS: Weights = "bf16 with fp32 masters"
 
@@ -32,7 +33,9 @@ class Choices:
     micro_batch: int | None = None
     blocks: Mapping[str, str] = field(default_factory=dict)
     """By the block's path: `keep`, `recompute`, or `recompute saving attention#0 product#2`; and
-    `, offloaded` behind it where what is saved waits on the host (`#0 #3`: only these tensors)."""
+    `, offloaded` behind it where what is saved leaves the GPU (`#0 #3`: only these tensors)."""
+    offloaded_to: Outside = "host"
+    """Where what offloaded blocks save waits for backward."""
     compiled: bool = False
     """Whether each block is compiled."""
     compiled_others: tuple[str, ...] = ()
@@ -115,6 +118,10 @@ class Choices:
             )
         if self.gradient_room is not None and self.gradient_room < 0:
             raise BadInput(f"gradients cannot have {self.gradient_room} bytes")
+        if self.offloaded_to not in get_args(Outside):
+            raise BadInput(f"blocks are offloaded to host or disk, not to {self.offloaded_to!r}")
+        if self.cuda_graph and self.offloaded_to == "disk":
+            raise BadInput("a captured micro-batch cannot wait for the disk: offload to the host")
         if self.cuda_graph and self.optimizer_in_backward:
             raise BadInput("a captured micro-batch cannot step the optimizer in its backward")
         if self.weights not in get_args(Weights):
@@ -138,7 +145,7 @@ class Choices:
 
     @property
     def offloaded(self) -> list[str]:
-        """The paths of the blocks whose saved tensors wait on the host."""
+        """The paths of the blocks whose saved tensors leave the GPU."""
         return [path for path, how in self.blocks.items() if is_offloaded(how)]
 
     @property
@@ -153,6 +160,7 @@ class Choices:
             self,
             micro_batch=None,
             blocks={},
+            offloaded_to="host",
             head="",
             loss_chunk=None,
             optimizer_in_backward=False,
@@ -212,12 +220,12 @@ def saved_ops(how: str) -> frozenset[str]:
 
 
 def offloaded(how: str) -> str:
-    """The same choice, with what is saved waiting on the host."""
+    """The same choice, with what is saved waiting outside the GPU."""
     return how + _OFFLOADED
 
 
 def is_offloaded(how: str) -> bool:
-    """Whether what the block saves waits on the host."""
+    """Whether what the block saves leaves the GPU."""
     return _OFFLOADED in how
 
 
@@ -227,6 +235,6 @@ def on_the_gpu(how: str) -> str:
 
 
 def offloaded_tensors(how: str) -> frozenset[int] | None:
-    """Which of the saved tensors wait on the host, by their order; None for all."""
+    """Which of the saved tensors leave the GPU, by their order; None for all."""
     numbers = how.partition(_OFFLOADED)[2].split()
     return frozenset(int(number.removeprefix("#")) for number in numbers) or None

@@ -1,8 +1,9 @@
 """Room in host memory, where a plan takes more of it than there is: some goes on to the disk.
 
-The disk is much slower than the link to the host, so no more goes there than must; what else takes
-host memory may be worth less than it costs now. How much memory a share frees is tried rather than
-calculated: whole parameters go, through buffers that are in host memory themselves.
+The disk is much slower than the link to the host, so no more goes there than must: state, what
+blocks save, or both, whichever is faster. What else takes host memory may be worth less than it
+costs now. How much memory a share of the state frees is tried rather than calculated: whole
+parameters go, through buffers that are in host memory themselves.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def make_host_room(best: Tried, lighter: Choices, attempt: Attempt, host: int) -
 
     if lighter != best.choices:
         try_instead(lighter)
+    for choices in (lighter, found.choices):
+        if choices.offloaded:
+            try_instead(dataclasses.replace(choices, offloaded_to="disk"))
     # Those that forward needs first have the least time to come.
     for part in (2, 1):
         if away := found.choices.weights_away:

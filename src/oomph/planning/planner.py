@@ -133,8 +133,8 @@ def plan(
 
     Without `gpu` the plan is for the CPU. `allow` is how far its numbers may be from the untouched
     job's. With a `timer` the blocks of the best plan are timed for real. `host` is the host memory
-    that what leaves the GPU may take; state that has no room there waits on the disk. Raises
-    `DoesNotFit`, which carries the smallest budget that would do.
+    that what leaves the GPU may take; state, and what blocks save, that has no room there waits on
+    the disk. Raises `DoesNotFit`, which carries the smallest budget that would do.
     """
     planner = make_planner(
         job,
@@ -870,7 +870,12 @@ class Planner:
                 self.notes.append("no CUDA graph is captured: the forward reads its data")
                 continue
             if self._like is not None and self._missing_on_host(verdict):
-                continue  # its share on the disk is settled
+                # The share of state on the disk is settled; where blocks are offloaded to is not.
+                if not candidate.choices.offloaded:
+                    continue
+                verdict, candidate = self._look_into(_offloaded_to_disk(candidate), ())
+                if self._missing_on_host(verdict):
+                    continue
             if candidate.rehearsed is not None:
                 self._slower[way_of(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if verdict.fits:
@@ -959,7 +964,7 @@ class Planner:
         assert self.gpu is not None and self.host is not None
         need, disk = self.gpu.memory, "with what the run has on the disk"
         if self._like is None:
-            disk = "even with all the state on the disk that can wait there"
+            disk = "even with all on the disk that can wait there"
             self._leaving = False
             verdict, candidate = self._check_leanest()
             if verdict.fits:
@@ -1148,6 +1153,11 @@ class Planner:
 def _question(what: str, choices: Choices) -> tuple[str, dict[str, Any]]:
     """To the second process."""
     return what, choices.as_dict()
+
+
+def _offloaded_to_disk(candidate: Candidate) -> Candidate:
+    choices = dataclasses.replace(candidate.choices, offloaded_to="disk")
+    return dataclasses.replace(candidate, choices=choices)
 
 
 def _stepping_later(choices: Choices) -> list[Choices]:

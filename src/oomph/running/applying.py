@@ -124,7 +124,8 @@ class Applied:
         self._link_with = link_with
         self._slots_with = slots_with or functools.partial(_open_slots, disk)
         self._link: Link | None = None
-        self._offload: ActivationOffload | None = None
+        #: By where to: what blocks save.
+        self._offloads: dict[str, ActivationOffload] = {}
         self._placed: PlacedWeights | None = None
         #: What is applied of what can be switched, in this order.
         self._parts: dict[_Part, Undo] = {}
@@ -217,6 +218,7 @@ class Applied:
         changed |= _around(changed, self._parts)
         for part in [part for part in reversed(self._parts) if part in changed]:
             self._parts.pop(part)()
+        self._close_offloads(but={part.where for part in wanted})
         for part in wanted:
             if part not in self._parts:
                 with contextlib.ExitStack() as undos:
@@ -243,7 +245,7 @@ class Applied:
                 raise BadInput(f"the plan's head {part.path} is no linear layer of this model")
             do(chunk_loss(module, int(part.how)))
         elif part.technique == _OFFLOADED:
-            do(self._offload_block(module, part.how))
+            do(self._offload_block(module, part))
         else:
             self._apply_to_block(part, module, do)
 
@@ -263,19 +265,23 @@ class Applied:
         return self._link
 
     def _close_link(self) -> None:
-        if self._offload is not None:
-            self._offload.undo()
         if self._link is not None:
             self._link.close()
-        self._offload = self._link = None
+        self._link = None
 
-    def _offload_block(self, module: nn.Module, how: str) -> Undo:
-        if self._offload is None:
-            device = self.stage.device_type
-            self._offload = ActivationOffload(
-                self._open_link(), self.stage.model, device_type=device
+    def _offload_block(self, module: nn.Module, part: _Part) -> Undo:
+        if part.where not in self._offloads:
+            link = self._open_link()
+            disk = functools.partial(self._slots_with, link) if part.where == "disk" else None
+            self._offloads[part.where] = ActivationOffload(
+                link, self.stage.model, device_type=self.stage.device_type, disk=disk
             )
-        return self._offload.wrap(module, offloaded_tensors(how))
+        return self._offloads[part.where].wrap(module, offloaded_tensors(part.how))
+
+    def _close_offloads(self, but: Collection[str]) -> None:
+        """Give back what blocks took outside the GPU, but for the places that they still go to."""
+        for where in self._offloads.keys() - but:
+            self._offloads.pop(where).undo()
 
     def _device(self) -> torch.device:
         """Where the model runs, wherever it is now."""
@@ -378,6 +384,8 @@ class _Part:
     technique: str
     path: str = ""
     how: str = ""
+    where: str = ""
+    """Where what an offloaded block saves goes."""
 
 
 def _parts(choices: Choices) -> list[_Part]:
@@ -391,7 +399,9 @@ def _parts(choices: Choices) -> list[_Part]:
     if choices.weights_away:
         parts.append(_Part(technique=_AWAY))
     parts += [
-        _Part(technique=_OFFLOADED, path=path, how=choices.blocks[path])
+        _Part(
+            technique=_OFFLOADED, path=path, how=choices.blocks[path], where=choices.offloaded_to
+        )
         for path in choices.offloaded
     ]
     if choices.loss_chunk is not None:

@@ -1,4 +1,4 @@
-"""Activation offload: what a block saves for backward waits on the host until backward needs it.
+"""Activation offload: what a block saves for backward waits outside the GPU until it is needed.
 
 While an offloaded block runs forward, each tensor that autograd saves starts to leave as soon as it
 is saved, and autograd keeps a note instead. The model is seen as a sequence of *parts*: its blocks,
@@ -6,6 +6,7 @@ and whatever else it calls between them. When the part after the block ends, the
 for and the GPU's memory is given back; when that part's backward begins, they start to come back.
 So a block's copies have the time of a part to hide behind, each way. Both moments are given by the
 program, not by how fast the link happens to be: a rehearsal finds them where they are for real.
+It waits in host memory, or on the disk behind it, which is told when forward ends what comes next.
 
 Memory is told apart by storage. Views of one leave once and come back as the same views; what two
 blocks save leaves once for both; what the model owns or was given stays, for it would not be freed.
@@ -29,7 +30,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from oomph.host.link import Link
-from oomph.host.parked import Parked, Slots
+from oomph.host.parked import HostParking, Parked
+from oomph.host.parked_on_disk import DiskParking
+from oomph.host.slots import OpenSlots
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
 
@@ -41,7 +44,7 @@ SMALLEST = 1 << 18
 
 
 class ActivationOffload:
-    """Moves what blocks of one model save to the host and back."""
+    """Moves what blocks of one model save to the host and back, or to the disk that it opens."""
 
     def __init__(
         self,
@@ -50,11 +53,12 @@ class ActivationOffload:
         *,
         device_type: str = "cuda",
         smallest: int = SMALLEST,
+        disk: OpenSlots | None = None,
     ) -> None:
         self._model = model
         self._device_type = device_type
         self._smallest = smallest
-        self._slots = Slots(link)
+        self._parking = HostParking(link) if disk is None else DiskParking(disk)
         #: What is parked, for as long as somebody holds the memory that it was copied from.
         self._parked: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[Parked]] = (
             weakref.WeakKeyDictionary()
@@ -97,7 +101,7 @@ class ActivationOffload:
         return tuple(self._wrapped[block].sizes)
 
     def undo(self) -> None:
-        """Give every block its forward back and free the host memory.
+        """Give every block its forward back and free the memory outside the GPU.
 
         A graph that is still to go backward keeps what it needs of it until then.
         """
@@ -106,7 +110,7 @@ class ActivationOffload:
         for watch in self._watches:
             watch.remove()
         self._leave(self._leaving)
-        self._slots.clear()
+        self._parking.clear()
         self._parked.clear()
 
     # -- forward ----------------------------------------------------------------------------------
@@ -129,6 +133,8 @@ class ActivationOffload:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The model's forward begins."""
+        if torch.is_grad_enabled():
+            self._parking.begin()
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._held = _owned_by(model) | _storages(inputs)
         if not self._follows:
@@ -150,6 +156,8 @@ class ActivationOffload:
         due = list(self._leaving)
         self._leave(due)
         _on_gradient(output, due)
+        if torch.is_grad_enabled():
+            self._parking.end()
 
     def _due(self, *, but: _Call | None = None) -> list[_Call]:
         """The calls whose time for copying is over, now that another part ended."""
@@ -177,7 +185,7 @@ class ActivationOffload:
         parked = known() if known is not None else None
         if parked is not None and parked.holds(tensor):
             return parked, False
-        parked = self._slots.park(tensor, position)
+        parked = self._parking.park(tensor, position)
         self._parked[storage] = weakref.ref(parked)
         return parked, True
 

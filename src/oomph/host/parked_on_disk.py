@@ -1,0 +1,109 @@
+"""Memory of the GPU that is parked on the disk.
+
+It goes there in pieces of a size that does not depend on what is parked, so that the buffers before
+the disk, and with them the host memory it takes, are known before anything is. A place that is too
+small gets more pieces; none is given back before all are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+
+import torch
+from torch import Tensor
+
+from oomph.host.link import Copies, Copy
+from oomph.host.parked import Parked, Parking, Place
+from oomph.host.slots import OpenSlots, SlotStore
+
+#: Bytes of a piece, and so of each buffer: long enough for the disk, short enough to share it out.
+PIECE = 16 << 20
+#: Some that are on their way to the disk or from it, and as many that wait for the GPU.
+BUFFERS = 8
+
+
+class DiskParking(Parking):
+    """In slots on the disk, which are taken now but for their room.
+
+    A disk without room for something says so when that is parked for the first time.
+    """
+
+    def __init__(self, open_slots: OpenSlots, *, piece: int = PIECE, buffers: int = BUFFERS) -> None:
+        super().__init__()
+        self._piece = piece
+        self._disk: _Disk | None = _Disk(open_slots(piece, buffers))
+        #: What was parked in since forward began, the last one last.
+        self._used: dict[_DiskPlace, None] = {}
+
+    def park(self, tensor: Tensor, position: Hashable) -> Parked:
+        """Start to copy the whole memory that `tensor` is a view of."""
+        parked = super().park(tensor, position)
+        assert isinstance(parked.place, _DiskPlace)
+        self._used.pop(parked.place, None)
+        self._used[parked.place] = None
+        return parked
+
+    def begin(self) -> None:
+        """The buffers are there for what is parked from now on."""
+        self._used.clear()
+        if self._disk is not None:
+            self._disk.store.announce([])
+
+    def end(self) -> None:
+        """Let the disk read what was parked last, as far as there are buffers."""
+        if self._disk is not None:
+            wanted = (place for place in reversed(self._used) if not place.is_free)
+            self._disk.store.announce([slot for place in wanted for slot in place.slots])
+        self._used.clear()
+
+    def clear(self) -> None:
+        """Give the disk's room back, now or when the last that is parked there is fetched."""
+        super().clear()
+        self._used.clear()
+        self._disk = None
+
+    def _make_place(self) -> Place:
+        assert self._disk is not None, "nothing is parked any more"
+        return _DiskPlace(self._disk, self._piece)
+
+
+class _Disk:
+    """A store that is closed when nobody needs it any more."""
+
+    def __init__(self, store: SlotStore) -> None:
+        self.store = store
+        weakref.finalize(self, store.close).atexit = False  # the store has its own end there
+
+
+class _DiskPlace(Place):
+    """Slots for pieces."""
+
+    def __init__(self, disk: _Disk, piece: int) -> None:
+        self._disk = disk
+        self._piece = piece
+        #: By slot: its bytes.
+        self._rooms: dict[int, int] = {}
+        #: Those that hold what was put last.
+        self.slots: list[int] = []
+
+    def put(self, source: Tensor) -> Copy:
+        """Copy to the disk, all of whose room is there before the first piece leaves."""
+        while (missing := source.nbytes - sum(self._rooms.values())) > 0:
+            size = min(missing, self._piece)
+            self._rooms[self._disk.store.slot(size)] = size
+        pieces = dict(self._pieces(source))
+        self.slots = list(pieces)
+        return Copies([self._disk.store.put(slot, part) for slot, part in pieces.items()])
+
+    def get(self, target: Tensor) -> Copy:
+        """Copy to the GPU."""
+        return Copies([self._disk.store.get(slot, part) for slot, part in self._pieces(target)])
+
+    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+        left = tensor.view(torch.uint8)
+        for slot, size in self._rooms.items():
+            if not left.numel():
+                return
+            yield slot, left[:size]
+            left = left[size:]
