@@ -341,3 +341,28 @@ def test_closing_with_everything_under_way_leaves_nothing(tmp_path: Path) -> Non
     assert not [thread.name for thread in threading.enumerate() if "oomph-disk" in thread.name]
     assert not list(tmp_path.iterdir())
     assert [ref() for ref in ring] == [None] * 3
+
+
+def test_an_error_that_was_raised_holds_nothing_of_whoever_heard_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskSlots(SharedLink(), tmp_path, largest=100, buffers=2)
+    slots = [store.slot(100) for _ in range(3)]
+    for slot in slots:
+        store.put(slot, torch.full((100,), slot, dtype=torch.uint8)).finish()
+
+    def listen() -> weakref.ref[object]:
+        activation = torch.ones(100)
+        with monkeypatch.context() as patched:
+            refuse(patched, "preadv", errno.EIO)
+            try:
+                store.get(slots[0], torch.empty(100, dtype=torch.uint8)).wait()
+            except DiskDamaged as error:
+                assert error.slot == slots[0]
+                return weakref.ref(activation.untyped_storage())
+        raise AssertionError("nothing was said")
+
+    heard = listen()
+    gc.collect()
+    assert heard() is None
+    store.close()

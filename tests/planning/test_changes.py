@@ -12,8 +12,8 @@ from oomph.gpus import find_gpu
 from oomph.job import Job
 from oomph.planning import changes as module
 from oomph.planning.audition import Marks, count_parts, peak_allocated, step_effort
-from oomph.planning.changes import describe_changes, say_blocks
-from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.changes import describe_changes, say_blocks, settings_of
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Outside
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Timeline
@@ -170,6 +170,15 @@ def test_pricing_rehearses_once_for_each_change_and_the_allocator_for_free(
     monkeypatch.setattr(module, "rehearse", counted)
     found = describe_changes(job(), H200, CLOCK, BEFORE, AFTER, timeline)
     assert len(calls) == len(found) - 1
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_where_blocks_are_offloaded_to_is_said_and_goes_with_them(where: Outside) -> None:
+    blocks = {"1": "recompute, offloaded", "2": RECOMPUTE}
+    after = Choices(blocks=blocks, offloaded_to=where)
+    (change,) = described(job(), BEFORE, after)
+    assert change.after == f"2 of 2 blocks, what 1 of 2 save is on the {where}"
+    assert settings_of("recompute") == ("blocks", "offloaded_to")
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,10 @@ ALL = Choices(
 
 
 AWAY = Choices(optimizer_on="host", host_share=0.35, disk_share=0.65)
+ON_DISK = Choices(blocks={"a": "recompute, offloaded"}, offloaded_to="disk")
 
 
-@pytest.mark.parametrize("choices", [Choices(), ALL, AWAY])
+@pytest.mark.parametrize("choices", [Choices(), ALL, AWAY, ON_DISK])
 def test_choices_come_back_from_json_as_they_were(choices: Choices) -> None:
     assert Choices.from_dict(json.loads(json.dumps(choices.as_dict()))) == choices
 
@@ -52,6 +53,11 @@ def test_where_state_waits_lasts_as_long_as_a_run() -> None:
     assert AWAY.leaves
 
 
+def test_where_blocks_are_offloaded_to_can_be_switched() -> None:
+    assert ON_DISK.leaves
+    assert ON_DISK.lasting == Choices()
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -64,6 +70,8 @@ def test_where_state_waits_lasts_as_long_as_a_run() -> None:
         ({"head": "head", "loss_chunk": 0}, "at least one row, not 0"),
         ({"micro_batch": 0}, "at least one sample, not 0"),
         ({"weights": "int8"}, "weights are own or"),
+        ({"offloaded_to": "gpu"}, "offloaded to host or disk, not to 'gpu'"),
+        ({"offloaded_to": "disk", "cuda_graph": True}, "cannot wait for the disk"),
         ({"disk_share": 0.5}, "the disk has no share of an optimizer that is on the GPU"),
         ({"gpu_share": 0.5}, "all of an optimizer on the GPU is there"),
         ({"optimizer_on": "host", "gpu_share": 1.01}, "the GPU's share is between 0 and 1"),
@@ -90,6 +98,7 @@ def test_what_is_no_choice_is_refused(wrong: dict[str, Any], words: str) -> None
         ("blocks", ["a"]),
         ("compiled_others", "norm"),
         ("allocator", None),
+        ("offloaded_to", None),
         ("disk_share", "half"),
         ("disk_share", True),
     ],

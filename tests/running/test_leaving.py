@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from oomph.errors import BadInput, DiskFull, HostMemoryFull
 from oomph.gpus import find_gpu
+from oomph.host import parked_on_disk
 from oomph.host.limits import HostLimits
+from oomph.host.scratch_file import ScratchFile
 from oomph.job import Job
 from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
@@ -26,8 +29,16 @@ from oomph.running.run import Run, apply, fit, free_host_memory
 from oomph.running.step import train_step
 from oomph.timing.clock import Clock
 
+sys.path.append(str(Path(__file__).parents[1] / "host"))
+from deferred_link import CountingLink
+from shared_link import SharedLink
+
 WIDTH = 64
 STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+class Counting(CountingLink, SharedLink):
+    """That the disk's threads may wait for."""
 
 
 class Block(nn.Module):
@@ -65,6 +76,8 @@ def trained(choices: Choices, given: Job, steps: int = 4) -> list[Tensor]:
 
 PATHS = [str(at) for at in range(4)]
 PLAIN = Choices(blocks=dict.fromkeys(PATHS, "keep"))
+OFFLOADED = dict.fromkeys(PATHS, "recompute, offloaded")
+ON_DISK = dataclasses.replace(PLAIN, blocks=OFFLOADED, offloaded_to="disk")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +90,16 @@ PLAIN = Choices(blocks=dict.fromkeys(PATHS, "keep"))
         {"blocks": dict.fromkeys(PATHS, "recompute, offloaded")},
         {"blocks": {**dict.fromkeys(PATHS, "keep"), "1": "keep, offloaded #1"}},
         {"blocks": dict.fromkeys(PATHS, "recompute, offloaded"), "optimizer_on": "host"},
+        {"blocks": dict.fromkeys(PATHS, "keep, offloaded"), "offloaded_to": "disk"},
+        {"blocks": OFFLOADED, "offloaded_to": "disk", "micro_batch": 3},
+        {"blocks": OFFLOADED, "offloaded_to": "disk", "optimizer_on": "host"},
+        {
+            "blocks": OFFLOADED,
+            "offloaded_to": "disk",
+            "optimizer_on": "host",
+            "weights_away": ("1", "2"),
+            "disk_share": 1.0,
+        },
     ],
     ids=str,
 )
@@ -160,6 +183,69 @@ def test_a_run_that_host_memory_has_no_room_for_is_not_undone(
     run.undo()
     expected = trained(MASTERS, given, steps=3)
     assert all(torch.equal(*pair) for pair in zip(made.parameters(), expected[3:11], strict=False))
+
+
+def test_a_disk_that_is_full_in_the_first_step_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = job()
+    run, expected = (running(choices, given, tmp_path) for choices in (ON_DISK, PLAIN))
+    with monkeypatch.context() as patch:
+        patch.setattr(ScratchFile, "_free", lambda _: 1 << 18)
+        with pytest.raises(DiskFull, match="is missing"):
+            run.step(given.batch)
+    assert run.steps == 0
+    assert not run.optimizer.state
+    assert all(torch.equal(*pair) for pair in zip(weights(run), weights(expected), strict=True))
+    for _ in range(2):
+        assert torch.equal(run.step(given.batch), expected.step(given.batch))
+    for one in (run, expected):
+        one.undo()
+    assert all(torch.equal(*pair) for pair in zip(weights(run), weights(expected), strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+def running(choices: Choices, given: Job, folder: Path) -> Run:
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+    own = dataclasses.replace(given, model=made, optimizer=optimizer)
+    return apply(plan_with(choices, made, optimizer, given.batch), own, disk=folder)
+
+
+def weights(run: Run) -> list[Tensor]:
+    return [parameter.detach().cpu() for parameter in run.model.parameters()]
+
+
+def test_where_blocks_are_offloaded_to_is_switched_and_the_other_place_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parked_on_disk, "PIECE", 100_000)
+    ring = 100_000 * parked_on_disk.BUFFERS
+    given, made, link = job(), model(), Counting()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+    on_host = dataclasses.replace(ON_DISK, offloaded_to="host")
+    applied = Applied(
+        on_host,
+        given,
+        made,
+        optimizer,
+        device_type="cpu",
+        link_with=lambda _: link,
+        disk=tmp_path,
+    )
+    inputs = 3 * given.batch[0].nbytes  # but for the first block's, which is the batch
+    losses, held = [], []
+    for choices in (on_host, ON_DISK, PLAIN, ON_DISK, on_host):
+        applied.switch(choices)
+        losses.append(train_step(applied.stage, given.batch))
+        held.append(sum(link.live.values()))
+    assert held == [inputs, ring, 0, ring, inputs]
+    applied.undo()
+    assert not link.live
+    expected = trained(PLAIN, given, steps=5)
+    torch.testing.assert_close(losses, expected[:5], rtol=0, atol=0)
+    mine = [parameter.detach() for parameter in made.parameters()]
+    torch.testing.assert_close(mine, expected[5 : 5 + len(mine)], rtol=0, atol=0)
 
 
 def taken_back(run: Run) -> Any:

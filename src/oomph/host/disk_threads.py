@@ -49,7 +49,7 @@ class DiskCopy(ABC):
         """The host waits, and hears what went wrong."""
         self._done.wait()
         if self.error is not None:
-            raise self.error.with_traceback(None)  # else each call would add to it
+            raise _twin(self.error)
 
     @abstractmethod
     def move(self, piece: Bytes, index: int) -> None:
@@ -90,6 +90,13 @@ class DiskCopy(ABC):
                 self._then.append(begin)
                 return
         begin()
+
+
+def _twin(error: Exception) -> Exception:
+    """The same error to raise: its traceback holds frames, and those hold tensors."""
+    twin = type(error).__new__(type(error), *error.args)
+    vars(twin).update(vars(error))
+    return twin
 
 
 class DiskThreads:

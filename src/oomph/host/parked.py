@@ -52,9 +52,11 @@ class Parking(ABC):
             places.append(place)
         return Parked(tensor, place)
 
+    @abstractmethod
     def begin(self) -> None:
         """A forward begins: what is still parked of others is not expected to come back soon."""
 
+    @abstractmethod
     def end(self) -> None:
         """The forward ended: what was parked in it comes back next, the last one first."""
 
@@ -72,6 +74,12 @@ class HostParking(Parking):
     def __init__(self, link: Link) -> None:
         super().__init__()
         self._link = link
+
+    def begin(self) -> None:
+        """Nothing comes ahead of time."""
+
+    def end(self) -> None:
+        """Nothing comes ahead of time."""
 
     def _make_place(self) -> Place:
         return _HostPlace(self._link)

@@ -24,15 +24,14 @@ BUFFERS = 8
 
 
 class DiskParking(Parking):
-    """In slots on the disk, which are taken now but for their room.
+    """In slots on the disk: its buffers are taken now, its room when something is first parked.
 
-    A disk without room for something says so when that is parked for the first time.
+    A disk that is full says so then, and takes what it can the next time.
     """
 
-    def __init__(self, open_slots: OpenSlots, *, piece: int = PIECE, buffers: int = BUFFERS) -> None:
+    def __init__(self, open_slots: OpenSlots) -> None:
         super().__init__()
-        self._piece = piece
-        self._disk: _Disk | None = _Disk(open_slots(piece, buffers))
+        self._disk: _Disk | None = _Disk(open_slots(PIECE, BUFFERS))
         #: What was parked in since forward began, the last one last.
         self._used: dict[_DiskPlace, None] = {}
 
@@ -65,7 +64,7 @@ class DiskParking(Parking):
 
     def _make_place(self) -> Place:
         assert self._disk is not None, "nothing is parked any more"
-        return _DiskPlace(self._disk, self._piece)
+        return _DiskPlace(self._disk)
 
 
 class _Disk:
@@ -79,9 +78,8 @@ class _Disk:
 class _DiskPlace(Place):
     """Slots for pieces."""
 
-    def __init__(self, disk: _Disk, piece: int) -> None:
+    def __init__(self, disk: _Disk) -> None:
         self._disk = disk
-        self._piece = piece
         #: By slot: its bytes.
         self._rooms: dict[int, int] = {}
         #: Those that hold what was put last.
@@ -90,7 +88,7 @@ class _DiskPlace(Place):
     def put(self, source: Tensor) -> Copy:
         """Copy to the disk, all of whose room is there before the first piece leaves."""
         while (missing := source.nbytes - sum(self._rooms.values())) > 0:
-            size = min(missing, self._piece)
+            size = min(missing, PIECE)
             self._rooms[self._disk.store.slot(size)] = size
         pieces = dict(self._pieces(source))
         self.slots = list(pieces)

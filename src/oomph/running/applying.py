@@ -399,9 +399,7 @@ def _parts(choices: Choices) -> list[_Part]:
     if choices.weights_away:
         parts.append(_Part(technique=_AWAY))
     parts += [
-        _Part(
-            technique=_OFFLOADED, path=path, how=choices.blocks[path], where=choices.offloaded_to
-        )
+        _Part(technique=_OFFLOADED, path=path, how=choices.blocks[path], where=choices.offloaded_to)
         for path in choices.offloaded
     ]
     if choices.loss_chunk is not None:
