@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from late_link import CUDA, PLACES, LateLink
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oomph.host import parked_on_disk
 from oomph.host.cuda_link import CudaLink
+from oomph.host.disk_slots import DiskSlots
+from oomph.host.slots import SlotStore
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
@@ -107,13 +111,33 @@ HOWS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def offloaded(model: Net, link: LateLink, prepare: Callable[[nn.Module], Any]) -> Any:
+def offloaded(
+    model: Net,
+    link: CudaLink,
+    prepare: Callable[[nn.Module], Any],
+    folder: Path | None = None,
+    smallest: int = 1,
+) -> Any:
+    """With a folder, to its disk."""
+
+    def open_slots(largest: int, buffers: int) -> SlotStore:
+        assert folder is not None
+        return DiskSlots(link, folder, largest=largest, buffers=buffers)
+
     for block in model.blocks:
         prepare(block)
-    engine = ActivationOffload(link, model, smallest=1)
+    disk = open_slots if folder is not None else None
+    engine = ActivationOffload(link, model, smallest=smallest, disk=disk)
     for block in model.blocks:
         engine.wrap(block)
     return engine
+
+
+@pytest.fixture
+def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they are used many times."""
+    monkeypatch.setattr(parked_on_disk, "PIECE", 3 << 18)
+    monkeypatch.setattr(parked_on_disk, "BUFFERS", 3)
 
 
 @pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
@@ -127,6 +151,21 @@ def test_gradients_are_the_same_to_the_bit_whatever_is_late(
     engine.undo()
     link.close()
     assert not any(memory() is not None for memory in link.memory)
+
+
+@pytest.mark.usefixtures("few_buffers")
+@pytest.mark.parametrize("late", [(), *((place,) for place in PLACES), PLACES], ids=str)
+@pytest.mark.parametrize("prepare", HOWS.values(), ids=HOWS)
+def test_so_they_are_where_activations_wait_on_the_disk(
+    prepare: Callable[[nn.Module], Any], late: Collection[str], tmp_path: Path
+) -> None:
+    model, link = Net().to(CUDA), LateLink(late)
+    engine = offloaded(model, link, prepare, tmp_path, smallest=1 << 16)
+    assert_same(train(model), plainly())
+    engine.undo()
+    link.close()
+    assert not any(memory() is not None for memory in link.memory)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -159,12 +198,14 @@ def fail_in_backward(_: nn.Module, __: Any, output: Tensor) -> None:
     output.register_hook(fail)
 
 
+@pytest.mark.usefixtures("few_buffers")
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("prepare", HOWS.values(), ids=HOWS)
 def test_after_a_failed_backward_the_card_is_as_before_and_the_next_step_right(
-    prepare: Callable[[nn.Module], Any],
+    prepare: Callable[[nn.Module], Any], on_disk: bool, tmp_path: Path
 ) -> None:
     model, link = Net().to(CUDA), LateLink(PLACES)
-    engine = offloaded(model, link, prepare)
+    engine = offloaded(model, link, prepare, tmp_path if on_disk else None, smallest=1 << 16)
     train(model, [SAMPLES])
     model.load_state_dict(Net().state_dict())
     torch.cuda.synchronize()
@@ -232,3 +273,17 @@ def test_what_left_is_not_on_the_card(prepare: Callable[[nn.Module], Any]) -> No
     assert whole_peak - rest_peak > sum(moved[2:]) - shared - gradients - 2 * output
     engine.undo()
     link.close()
+
+
+@pytest.mark.parametrize("prepare", HOWS.values(), ids=HOWS)
+def test_the_card_has_the_same_memory_whether_it_left_for_the_host_or_the_disk(
+    prepare: Callable[[nn.Module], Any], tmp_path: Path
+) -> None:
+    found = []
+    for folder in (None, tmp_path):
+        model, link = Net(8).to(CUDA), CudaLink(CUDA)
+        engine = offloaded(model, link, prepare, folder, smallest=1 << 18)
+        found.append(memory_of_a_step(model))
+        engine.undo()
+        link.close()
+    assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""Plans inside the host's memory: no more state on the disk than must, and none where that pays."""
+"""Plans inside the host's memory: no more on the disk than must be, and nothing that is dear."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from oomph.errors import BadInput, HostTooSmall
 from oomph.gpus import find_gpu
+from oomph.host import parked_on_disk
 from oomph.host.limits import HostLimits
 from oomph.job import Job
 from oomph.planning import attempt, planner
@@ -141,6 +142,40 @@ def test_what_else_the_host_keeps_stays_on_the_gpu_where_that_costs_less_than_th
     assert make_host_room(attempt(OFFLOADED), KEPT, attempt, 10_500).choices == expected
 
 
+ON_DISK = dataclasses.replace(OFFLOADED, offloaded_to="disk")
+
+
+@pytest.mark.parametrize(
+    ("cost", "host", "expected"),
+    [
+        (0.2, 11_500, ON_DISK),
+        (2.0, 11_500, dataclasses.replace(OFFLOADED, disk_share=0.19)),
+        (2.0, 4_000, dataclasses.replace(OFFLOADED, disk_share=0.94)),
+        (2.0, 3_000, dataclasses.replace(ON_DISK, disk_share=0.86)),
+        (0.2, 6_000, dataclasses.replace(ON_DISK, disk_share=0.56)),
+        (0.2, 100, dataclasses.replace(ON_DISK, disk_share=1.0)),
+    ],
+    ids=["blocks", "state", "much state", "not state alone", "both are faster", "nothing helps"],
+)
+def test_what_blocks_save_goes_to_the_disk_where_it_must_or_where_that_is_faster(
+    cost: float, host: int, expected: Choices
+) -> None:
+    """Each block's takes 500 of host memory; the buffers before the disk take 200 for them."""
+
+    def attempt(choices: Choices) -> Tried | None:
+        if choices.blocks != BLOCKS or choices.weights_away != OFFLOADED.weights_away:
+            return None  # they have no room on the GPU
+        on_disk = choices.offloaded_to == "disk"
+        host = 10_000 * (1 - choices.disk_share) + 400 * bool(choices.disk_share)
+        host += 200 if on_disk else 2_000
+        seconds = 1 + 10 * choices.disk_share + cost * on_disk
+        return Tried(choices=choices, seconds=seconds, host=round(host + 1000))
+
+    best = attempt(OFFLOADED)
+    assert best is not None
+    assert make_host_room(best, KEPT, attempt, host).choices == expected
+
+
 def test_what_has_no_room_on_the_gpu_is_not_chosen() -> None:
     machine = Machine(refuses=lambda choices: 0.3 < choices.disk_share < 0.8)
     assert machine.make_room(host=8_000).choices.disk_share == 0.8
@@ -179,8 +214,8 @@ WEIGHTS = 4 * sum(p.numel() for p in model().parameters())
 TIGHT = 4.6
 
 
-def job() -> Job:
-    batch = torch.ones(1, 2048, WIDTH), torch.ones(1, 2048, WIDTH)
+def job(length: int = 2048) -> Job:
+    batch = torch.ones(1, length, WIDTH), torch.ones(1, length, WIDTH)
     return Job(model, nn.MSELoss(), "adamw", batch)
 
 
@@ -189,9 +224,9 @@ def budget(times_the_weights: float) -> int:
 
 
 @functools.cache
-def planned(times_the_weights: float, host: int | None = None) -> Plan:
+def planned(times_the_weights: float, host: int | None = None, length: int = 2048) -> Plan:
     return plan(
-        job(),
+        job(length),
         gpu=CARD,
         budget=budget(times_the_weights),
         allow="exact",
@@ -230,6 +265,48 @@ def test_such_a_plan_is_what_its_choices_are_rehearsed_to_take() -> None:
     less = dataclasses.replace(made.choices, disk_share=round(share - 0.01, 2))
     most = planned(TIGHT).predicted.host - 40 * MIB
     assert rehearse(job(), CARD, PHASES, choices=less).host_bytes > most
+
+
+#: So long that blocks save much, within a budget in which one of their inputs has to leave.
+LONG, TIGHT_FOR_LONG = 16384, 12.6
+INPUT = LONG * WIDTH * 4
+
+
+@pytest.fixture
+def _few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked_on_disk, "PIECE", 8 * MIB)
+    monkeypatch.setattr(parked_on_disk, "BUFFERS", 2)
+
+
+@pytest.mark.usefixtures("_few_buffers")
+def test_so_does_what_blocks_save_where_all_of_the_state_is_not_enough() -> None:
+    made = planned(TIGHT_FOR_LONG, INPUT, LONG)
+    assert made.choices.offloaded_to == "disk"
+    assert made.predicted.host < INPUT < made.predicted.disk
+    (change,) = (one for one in made.changes if one.technique == "recompute")
+    assert f"what {len(made.choices.offloaded)} of 4 save is on the disk" in change.after
+    assert Plan.from_dict(json.loads(json.dumps(made.as_dict()))).choices == made.choices
+    timeline = rehearse(job(LONG), CARD, PHASES, choices=made.choices)
+    assert timeline.host_bytes == made.predicted.host
+    assert timeline.disk_bytes == made.predicted.disk
+    all_state = dataclasses.replace(made.choices, offloaded_to="host", disk_share=1.0)
+    assert rehearse(job(LONG), CARD, PHASES, choices=all_state).host_bytes > INPUT
+
+
+@pytest.mark.usefixtures("_few_buffers")
+def test_smaller_plans_of_a_run_have_what_blocks_save_on_the_disk_where_they_must() -> None:
+    first = planned(TIGHT_FOR_LONG, INPUT, LONG)
+    one = make_planner(
+        job(LONG), gpu=CARD, budget=first.budget, allow="exact", compile_blocks=False
+    )
+    smaller = first.budget - 30 * MIB
+    assert one.plan_like(first, smaller).choices.offloaded_to == "host"
+    one.host = INPUT
+    inside = one.plan_like(first, smaller)
+    assert inside.choices.offloaded_to == "disk"
+    assert inside.choices.lasting == first.choices.lasting
+    assert inside.predicted.host < INPUT
+    assert inside.predicted.peak.device <= smaller
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

@@ -124,6 +124,18 @@ def test_a_run_that_leaves_the_gpu_has_smaller_plans_to_fall_back_on() -> None:
     assert smaller.predicted.peak.device <= first.budget - 8 * MIB
 
 
+def test_a_run_with_its_optimizer_on_the_gpu_falls_back_on_what_stays_there() -> None:
+    batch = torch.ones(8, 4096, WIDTH), torch.ones(8, 4096, WIDTH)
+    large = Job(model, nn.MSELoss(), "adamw", batch)
+    one = make_planner(large, gpu=H200, budget="8GiB", allow="exact", compile_blocks=False)
+    stays = one.plan()
+    assert not stays.choices.leaves
+    blocks = dict.fromkeys(stays.choices.blocks, "recompute, offloaded")
+    by_hand = dataclasses.replace(stays.choices, blocks=blocks, offloaded_to="disk")
+    again = one.plan_like(dataclasses.replace(stays, choices=by_hand), stays.budget)
+    assert again.choices == stays.choices
+
+
 @pytest.mark.parametrize("host_adam", [None, 1e9], ids=["not measured", "measured"])
 def test_the_hosts_cores_step_only_where_it_is_known_how_fast_they_are(
     host_adam: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

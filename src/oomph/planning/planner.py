@@ -252,7 +252,7 @@ class Planner:
         """
         began = time.perf_counter()
         self.budget, self._like = budget, plan.choices.lasting
-        self._leaving = plan.choices.leaves
+        self._leaving = self._like.leaves  # blocks leave only beside their optimizer
         try:
             self._look()
             self._hear_all()
