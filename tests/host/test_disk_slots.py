@@ -351,18 +351,17 @@ def test_an_error_that_was_raised_holds_nothing_of_whoever_heard_it(
     for slot in slots:
         store.put(slot, torch.full((100,), slot, dtype=torch.uint8)).finish()
 
-    def listen() -> weakref.ref[object]:
-        activation = torch.ones(100)
+    def listen() -> list[weakref.ref[object]]:
+        activation, target = torch.ones(100), torch.empty(100, dtype=torch.uint8)
         with monkeypatch.context() as patched:
             refuse(patched, "preadv", errno.EIO)
             try:
-                store.get(slots[0], torch.empty(100, dtype=torch.uint8)).wait()
+                store.get(slots[0], target).wait()
             except DiskDamaged as error:
                 assert error.slot == slots[0]
-                return weakref.ref(activation.untyped_storage())
-        raise AssertionError("nothing was said")
+        return [weakref.ref(tensor.untyped_storage()) for tensor in (activation, target)]
 
     heard = listen()
     gc.collect()
-    assert heard() is None
+    assert [held() for held in heard] == [None, None]
     store.close()

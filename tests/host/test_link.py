@@ -6,7 +6,7 @@ import pytest
 import torch
 from deferred_link import DeferredLink
 
-from oomph.host.link import InstantLink
+from oomph.host.link import Copies, DoneCopy, InstantLink
 
 
 @pytest.mark.parametrize("link", [InstantLink(), DeferredLink(), DeferredLink(eager=0.5)])
@@ -54,3 +54,23 @@ def test_many_go_there_and_back_as_one(link: InstantLink | DeferredLink) -> None
     link.to_gpu_all(list(zip(there, back, strict=True)), after=[out]).wait()
     assert [tensor.tolist() for tensor in back] == [[0, 1, 2, 3], [0, 1]]
     link.close()
+
+
+@pytest.mark.parametrize("how", ["wait", "finish"])
+def test_copies_behind_one_that_fails_are_waited_for_in_their_order(how: str) -> None:
+    waited = []
+
+    class Numbered(DoneCopy):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            waited.append(self.number)
+            if self.number == 1:
+                raise OSError("the second one")
+
+        finish = wait
+
+    with pytest.raises(OSError, match="the second one"):
+        getattr(Copies([Numbered(number) for number in range(4)]), how)()
+    assert waited == [0, 1, 2, 3]

@@ -226,7 +226,11 @@ class _Get:
         if self.copy is None:
             after = []
             if isinstance(self._filled_by, DiskCopy):
-                self._filled_by.finish()
+                try:
+                    self._filled_by.finish()
+                except Exception:
+                    self._target = None  # nothing will come into it
+                    raise
             else:
                 after.append(self._filled_by)
             assert self._target is not None
