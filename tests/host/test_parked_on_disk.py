@@ -153,17 +153,16 @@ def test_host_memory_is_the_buffers_however_much_is_parked(tmp_path: Path) -> No
     parks.parking.clear()
 
 
-def test_the_disk_is_told_what_comes_next_the_last_one_first(tmp_path: Path) -> None:
+def test_the_disk_is_told_what_comes_next_once_however_often_it_is_wanted(tmp_path: Path) -> None:
     parks = Parks(tmp_path)
     for _ in range(2):
-        parks.parking.begin()
-        first, unwanted, last = (parks.park(numbers(1500), at) for at in range(3))
-        for parked in (first, unwanted, last):
+        parks.parking.expect([])
+        first, second, third = every = [parks.park(numbers(1500), at) for at in range(3)]
+        for parked in every:
             parked.leave()
-        del unwanted, parked
-        parks.parking.end()
-        del first, last
-    assert parks.slots.announced == [[], [4, 5, 0, 1]] * 2
+        parks.parking.expect([third, first, third, second])
+        del first, second, third, every, parked
+    assert parks.slots.announced == [[], [4, 5, 0, 1, 2, 3]] * 2
     parks.parking.clear()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ import oomph
 from oomph.errors import DiskDamaged, DiskFull
 from oomph.gpus import GPU
 from oomph.host import parked_on_disk
-from oomph.host.link import InstantLink, Link
+from oomph.host.disk_slots import DiskSlots
+from oomph.host.link import Copy, InstantLink, Link
 from oomph.host.scratch_file import ScratchFile
 from oomph.host.slots import SlotStore
 from oomph.rehearsal import slots as rehearsed_slots
@@ -179,6 +180,37 @@ def test_what_two_blocks_save_leaves_once(tmp_path: Path) -> None:
     layers(torch.randn(50, 8)).sum().backward()
     assert link.bytes == {"out": 3 * 50 * 8 * 4, "in": 3 * 50 * 8 * 4}
     engine.undo()
+
+
+@pytest.mark.parametrize("prepare", EAGER.values(), ids=EAGER)
+def test_as_forward_ends_the_disk_is_told_what_backward_asks_for(
+    prepare: Callable[[nn.Module], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    for block in model.blocks:
+        prepare(block)
+    ours = OnDisk(model, tmp_path)
+    told: list[list[int]] = []
+    asked: list[int] = []
+    announce, get = DiskSlots.announce, DiskSlots.get
+
+    def announced(self: DiskSlots, slots: Sequence[int]) -> None:
+        told.append(list(slots))
+        announce(self, slots)
+
+    def got(self: DiskSlots, slot: int, target: Tensor) -> Copy:
+        asked.append(slot)
+        return get(self, slot, target)
+
+    monkeypatch.setattr(DiskSlots, "announce", announced)
+    monkeypatch.setattr(DiskSlots, "get", got)
+    train(model, [[3]])
+    assert told == [[], asked]
+    told.clear()
+    with torch.no_grad():
+        model(words_of(3))
+    assert not told
+    ours.undo()
 
 
 # -- where the memory is ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -53,12 +53,8 @@ class Parking(ABC):
         return Parked(tensor, place)
 
     @abstractmethod
-    def begin(self) -> None:
-        """A forward begins: what is still parked of others is not expected to come back soon."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """The forward ended: what was parked in it comes back next, the last one first."""
+    def expect(self, coming: Iterable[Parked]) -> None:
+        """Say what is fetched next, in this order; forget what was said before."""
 
     def clear(self) -> None:
         """Forget all places; what is parked keeps its own until it is fetched for the last time."""
@@ -75,11 +71,8 @@ class HostParking(Parking):
         super().__init__()
         self._link = link
 
-    def begin(self) -> None:
-        """Nothing comes ahead of time."""
-
-    def end(self) -> None:
-        """Nothing comes ahead of time."""
+    def expect(self, coming: Iterable[Parked]) -> None:
+        """All of it is at hand."""
 
     def _make_place(self) -> Place:
         return _HostPlace(self._link)

@@ -8,7 +8,7 @@ small gets more pieces; none is given back before all are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -32,34 +32,22 @@ class DiskParking(Parking):
     def __init__(self, open_slots: OpenSlots) -> None:
         super().__init__()
         self._disk: _Disk | None = _Disk(open_slots(PIECE, BUFFERS))
-        #: What was parked in since forward began, the last one last.
-        self._used: dict[_DiskPlace, None] = {}
 
-    def park(self, tensor: Tensor, position: Hashable) -> Parked:
-        """Start to copy the whole memory that `tensor` is a view of."""
-        parked = super().park(tensor, position)
-        assert isinstance(parked.place, _DiskPlace)
-        self._used.pop(parked.place, None)
-        self._used[parked.place] = None
-        return parked
-
-    def begin(self) -> None:
-        """The buffers are there for what is parked from now on."""
-        self._used.clear()
-        if self._disk is not None:
-            self._disk.store.announce([])
-
-    def end(self) -> None:
-        """Let the disk read what was parked last, as far as there are buffers."""
-        if self._disk is not None:
-            wanted = (place for place in reversed(self._used) if not place.is_free)
-            self._disk.store.announce([slot for place in wanted for slot in place.slots])
-        self._used.clear()
+    def expect(self, coming: Iterable[Parked]) -> None:
+        """Let the disk read it ahead, as far as there are buffers."""
+        if self._disk is None:
+            return
+        slots = (
+            slot
+            for parked in coming
+            if isinstance(parked.place, _DiskPlace)
+            for slot in parked.place.slots
+        )
+        self._disk.store.announce(list(dict.fromkeys(slots)))
 
     def clear(self) -> None:
         """Give the disk's room back, now or when the last that is parked there is fetched."""
         super().clear()
-        self._used.clear()
         self._disk = None
 
     def _make_place(self) -> Place:

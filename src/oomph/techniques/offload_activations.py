@@ -65,6 +65,8 @@ class ActivationOffload:
         )
         #: Calls whose copies nobody has waited for yet.
         self._leaving: list[_Call] = []
+        #: Those of the forward that runs, in their order; None while none does.
+        self._calls: list[_Call] | None = None
         self._wrapped: dict[nn.Module, _Wrapped] = {}
         #: Storages that others hold while the model runs: its parameters, its buffers, its inputs.
         self._held: _Storages | None = None
@@ -125,6 +127,8 @@ class ActivationOffload:
                 output = wrapped.forward(*args, **kwargs)
         finally:
             self._leaving.append(call)
+            if self._calls is not None:
+                self._calls.append(call)
             wrapped.sizes = call.sizes
         due = self._due(but=call)
         self._leave(due)
@@ -134,7 +138,8 @@ class ActivationOffload:
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The model's forward begins."""
         if torch.is_grad_enabled():
-            self._parking.begin()
+            self._calls = []
+            self._parking.expect(())
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._held = _owned_by(model) | _storages(inputs)
         if not self._follows:
@@ -156,8 +161,9 @@ class ActivationOffload:
         due = list(self._leaving)
         self._leave(due)
         _on_gradient(output, due)
-        if torch.is_grad_enabled():
-            self._parking.end()
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            self._parking.expect(parked for call in reversed(calls) for parked in call.coming())
 
     def _due(self, *, but: _Call | None = None) -> list[_Call]:
         """The calls whose time for copying is over, now that another part ended."""
@@ -255,7 +261,7 @@ class _Call:
             weakref.WeakKeyDictionary()
         )
         self._leaving: list[Parked] = []
-        #: All that backward will want, without keeping it: the graph does.
+        #: What was saved, without keeping it: the graph does.
         self._saved: list[weakref.ref[Parked]] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _Note:
@@ -281,9 +287,12 @@ class _Call:
 
     def fetch(self) -> None:
         """Start to bring everything back, what was saved last first."""
-        for saved in reversed(self._saved):
-            if (parked := saved()) is not None:
-                parked.fetch()
+        for parked in self.coming():
+            parked.fetch()
+
+    def coming(self) -> Iterator[Parked]:
+        """All that backward will want, in this order."""
+        return (parked for saved in reversed(self._saved) if (parked := saved()) is not None)
 
     def _number_of(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
