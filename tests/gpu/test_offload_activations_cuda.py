@@ -160,7 +160,7 @@ def test_so_they_are_where_activations_wait_on_the_disk(
     prepare: Callable[[nn.Module], Any], late: Collection[str], tmp_path: Path
 ) -> None:
     model, link = Net().to(CUDA), LateLink(late)
-    engine = offloaded(model, link, prepare, tmp_path, smallest=1 << 16)
+    engine = offloaded(model, link, prepare, tmp_path)
     assert_same(train(model), plainly())
     engine.undo()
     link.close()
@@ -205,7 +205,7 @@ def test_after_a_failed_backward_the_card_is_as_before_and_the_next_step_right(
     prepare: Callable[[nn.Module], Any], on_disk: bool, tmp_path: Path
 ) -> None:
     model, link = Net().to(CUDA), LateLink(PLACES)
-    engine = offloaded(model, link, prepare, tmp_path if on_disk else None, smallest=1 << 16)
+    engine = offloaded(model, link, prepare, tmp_path if on_disk else None)
     train(model, [SAMPLES])
     model.load_state_dict(Net().state_dict())
     torch.cuda.synchronize()
