@@ -199,8 +199,9 @@ class Parked:
     def _start_fetch(self) -> None:
         if self._here is not None:
             return
-        self._here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self._in = self.place.get(self._here)
+        here = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self._in = self.place.get(here)  # before it counts as here: it may fail
+        self._here = here
 
 
 def whole_memory(tensor: Tensor) -> Tensor:
