@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from oomph.estimation import Estimate
 from oomph.planning.audition import Audition
-from oomph.planning.choices import Choices, Weights
+from oomph.planning.choices import AwayOn, Choices, Weights
 from oomph.planning.solver import Solution
 
 
@@ -89,7 +89,7 @@ def kind_of(choices: Choices) -> Kind:
     )
 
 
-Way = tuple[int | None, Weights, int | None, bool, float, int, int]
+Way = tuple[int | None, Weights, int | None, bool, AwayOn, float, int, int]
 
 
 def way_of(choices: Choices) -> Way:
@@ -99,6 +99,7 @@ def way_of(choices: Choices) -> Way:
         choices.weights,
         choices.gradient_room,
         bool(choices.weights_away),
+        choices.weights_away_on,
         choices.disk_share,
         choices.state_ahead,
         len(choices.offloaded),

@@ -896,7 +896,7 @@ class Planner:
         assert self.gpu is not None and self.host is not None
         need, disk = self.gpu.memory, "with what the run has on the disk"
         if self._like is None:
-            disk = "even with all the state on the disk that can wait there"
+            disk = "even with all the state and weights on the disk that can wait there"
             self._leaving = False
             verdict, candidate = self._check_leanest()
             if verdict.fits:
