@@ -69,6 +69,8 @@ class RehearsedLink:
         profile = load_profile(gpu.name)
         host_adam = (profile.host_adam if profile else None) or HOST_ADAM
         self._host = _Lane(HOST_IN_A_STEP * HOST_ADAM_BYTES * host_adam)
+        #: When the disk behind the host is done with all that it was given so far, by any store.
+        self.disk_free = 0.0
 
     def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Begin when the kernels so far are done."""

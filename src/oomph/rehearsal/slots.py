@@ -1,7 +1,7 @@
 """Slots on the disk in a rehearsal: nothing is written, but the clock knows the disk.
 
-The disk does one thing at a time, reads what was announced ahead, as far as there are buffers, and
-has a step wait where all of them are in use.
+The disk does one thing at a time, for all that have slots there. It reads what was announced ahead,
+as far as there are buffers, and has a step wait where all of them are in use.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class RehearsedSlots:
         self._ring = link.host_memory(largest * buffers)
         #: When each buffer is free again, the first one first.
         self._buffers = deque([0.0] * buffers)
-        #: When the disk is done with all that it was given so far.
-        self._free = 0.0
         self._sizes: list[int] = []
         #: By slot: when what was put is on the disk.
         self._written: dict[int, float] = {}
@@ -54,18 +52,18 @@ class RehearsedSlots:
         self._wait_until(free)
         copy = self._link.to_host(source, source)
         assert isinstance(copy, RehearsedCopy)
-        self._free = max(self._free, copy.end) + self._sizes[slot] / self._write
-        self._written[slot] = self._free
-        self._buffers.append(self._free)
+        done = max(self._link.disk_free, copy.end) + self._sizes[slot] / self._write
+        self._link.disk_free = self._written[slot] = done
+        self._buffers.append(done)
         return copy
 
     def get(self, slot: int, target: Tensor) -> Copy:
         """From the disk to a buffer, ahead of time where it was announced, and on to the GPU."""
         free = self._buffers.popleft()
         earliest = self._announced.pop(slot, self._recorder.seconds)
-        begin = max(self._free, free, earliest, self._written.get(slot, 0.0))
-        self._free = begin + self._sizes[slot] / self._read
-        copy = self._link.to_gpu(target, target, after=[RehearsedCopy(self._recorder, self._free)])
+        begin = max(self._link.disk_free, free, earliest, self._written.get(slot, 0.0))
+        self._link.disk_free = done = begin + self._sizes[slot] / self._read
+        copy = self._link.to_gpu(target, target, after=[RehearsedCopy(self._recorder, done)])
         assert isinstance(copy, RehearsedCopy)
         self._buffers.append(copy.end)
         return copy
