@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from small_plans import plan_with
 from torch import Tensor, nn
 
-from oomph.errors import BadInput
+from oomph.errors import BadInput, DiskFull
 from oomph.gpus import find_gpu
+from oomph.host.scratch_file import ScratchFile
 from oomph.job import Job
 from oomph.planning.changes import describe_changes
 from oomph.planning.choices import AwayOn, Choices
@@ -241,6 +242,36 @@ def test_a_full_host_leaves_everything_as_it_was(room: int) -> None:
         Applied(choices, job(), model, optimizer, device_type="cpu", link_with=lambda _: link)
     gc.collect()
     assert link.live == {}
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(one is other for one, other in zip(owned, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("slots", [0, 7, 40])
+def test_a_full_disk_leaves_everything_as_it_was(
+    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is full when the first weight, another one, or state is to have room."""
+    take = ScratchFile.take
+    taken = 0
+
+    def scarce(self: ScratchFile, nbytes: int) -> int:
+        nonlocal taken
+        taken += 1
+        if taken > slots:
+            raise DiskFull("the disk is full", nbytes)
+        return take(self, nbytes)
+
+    monkeypatch.setattr(ScratchFile, "take", scarce)
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    choices = dataclasses.replace(COLD, disk_share=1.0, **MASTERS)
+    with pytest.raises(DiskFull):
+        Applied(choices, job(), model, optimizer, device_type="cpu", disk=tmp_path)
+    assert taken == slots + 1
+    assert list(tmp_path.iterdir()) == []
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     owned = [p for group in optimizer.param_groups for p in group["params"]]
