@@ -504,6 +504,15 @@ def test_no_memory_in_mid_forward_can_be_made_good(
     same_bits(training.undone(), plainly(name))
 
 
+def test_weights_that_are_only_read_are_not_trained(tmp_path: Path) -> None:
+    training, link = Training(recipe=RECIPES["plain"]), SharedLink()
+    only_read = OnDisk(blocks=BLOCKS, open_slots=Disk(link, tmp_path))
+    streamed = StreamedWeights(training.model, BLOCKS, link, on_disk=only_read)
+    with pytest.raises(BadInput, match="only read cannot be trained"):
+        training.go_to_host(link, weights=streamed)
+    streamed.undo()
+
+
 def test_a_closed_disk_is_given_back(tmp_path: Path) -> None:
     training = OnTheDisk("plain", tmp_path)
     training.run(2)

@@ -24,6 +24,7 @@ from oomph.errors import BadInput, OomphError
 from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy
 from oomph.host.slots import OpenSlots
+from oomph.techniques.weight_blocks import Place
 
 #: One that goes to the GPU, one that the disk fills, and one that nothing was promised to.
 BUFFERS = 3
@@ -32,8 +33,9 @@ BUFFERS_OF_PIECES = 6
 #: Smaller parameters that are trained are not worth a slot: bytes.
 LEAST = 1 << 20
 
-#: By parameter: the elements of each of the pieces that it is stepped in.
-Cut = Callable[[nn.Parameter], tuple[range, ...]]
+#: The elements of each of the pieces that a parameter is stepped in.
+Cuts = tuple[range, ...]
+Cut = Callable[[nn.Parameter], Cuts]
 #: The paths of the blocks that will be got next.
 Following = Callable[[], Sequence[str]]
 
@@ -91,6 +93,15 @@ class ColdWeights:
         self.puts += 1
         self._last_put[slot] = self.puts
         return copy
+
+    def write(self, path: str, place: Place, numbers: Tensor) -> None:
+        """Put all of a parameter there at once, wherever its numbers are now."""
+        self.finish()  # what goes from host to host waits for nobody
+        flat = place.flat(numbers).view(torch.uint8)
+        for part in self._with(path, place.span):
+            piece = flat[part.start - place.offset : part.stop - place.offset]
+            self.put(path, part.start, piece).wait()
+        self.finish()
 
     def was_put_since(self, puts: int, path: str, at: int) -> bool:
         """Whether a part has other bytes than when there were so many puts."""
@@ -182,6 +193,15 @@ class ColdWeights:
     def _with(self, path: str, some: range) -> list[range]:
         """The parts of a block that have some of these bytes."""
         return [p for p in self._parts[path] if p.start < some.stop and some.start < p.stop]
+
+
+def parts_of(places: Mapping[nn.Parameter, Place], cuts: Mapping[Tensor, Cuts]) -> list[range]:
+    """The bytes of each piece of a block's parameters."""
+    return [
+        range(place.byte_of(piece.start), place.byte_of(piece.stop))
+        for parameter, place in places.items()
+        for piece in cuts[parameter]
+    ]
 
 
 def refuse_to_load(owner: nn.Module) -> RemovableHandle:

@@ -47,7 +47,9 @@ from oomph.techniques.cold_weights import (
     BUFFERS,
     BUFFERS_OF_PIECES,
     ColdWeights,
+    Cuts,
     OnDisk,
+    parts_of,
     refuse_to_load,
 )
 from oomph.techniques.host_tensors import StandIns, brought_home, no_number
@@ -118,7 +120,7 @@ class StreamedWeights:
         self._apart: dict[nn.Parameter, Tensor] = {}
         self._cold: ColdWeights | None = None
         #: Of parameters on the disk that are trained: the elements of each of their pieces there.
-        self._cuts: dict[Tensor, tuple[range, ...]] = {}
+        self._cuts: dict[Tensor, Cuts] = {}
         self._stand_ins: StandIns[nn.Parameter] = StandIns()
         self._shows_disk = True
         #: Who must be done before the host's numbers of a parameter are what they should be.
@@ -178,16 +180,18 @@ class StreamedWeights:
             return self._hosts[parameter]
         return self._units_with(parameter)[0].places[parameter].like
 
-    def cuts(self, parameter: Tensor) -> tuple[range, ...]:
+    def cuts(self, parameter: Tensor) -> Cuts:
         """The elements of each piece of a parameter on the disk; none if it is on the host."""
+        if parameter in self._origins and parameter not in (self._hosts.keys() | self._cuts.keys()):
+            raise BadInput("weights on the disk that are only read cannot be trained")
         return self._cuts.get(parameter, ())
 
     def numbers(self, parameter: nn.Parameter) -> Tensor:
         """What a parameter's numbers are: those of the host, or read from the disk."""
         if parameter in self._hosts:
             return self._hosts[parameter]
-        unit, cold = self._on_disk(parameter)
-        place, saving = unit.places[parameter], cold.saving.get(unit.path)
+        unit, place, cold = self._on_disk(parameter)
+        saving = cold.saving.get(unit.path)
         if saving is not None:
             return place.view(saving)
         with _plainly():
@@ -269,8 +273,8 @@ class StreamedWeights:
 
         What its block has on the GPU need not come from the disk.
         """
-        unit, cold = self._on_disk(parameter)
-        at = unit.byte_of(parameter, start)
+        unit, place, cold = self._on_disk(parameter)
+        at = place.byte_of(start)
         flat = target.as_strided((target.numel(),), (1,))
         if unit.is_here and not cold.was_put_since(unit.puts, unit.path, at):
             assert unit.memory is not None
@@ -281,9 +285,9 @@ class StreamedWeights:
 
     def send(self, parameter: Tensor, start: int, numbers: Tensor) -> Copy:
         """Let new numbers of such a piece leave for the disk; see `written` and `put`."""
-        unit, cold = self._on_disk(parameter)
+        unit, place, cold = self._on_disk(parameter)
         flat = numbers.as_strided((numbers.numel(),), (1,))
-        return cold.put(unit.path, unit.byte_of(parameter, start), flat)
+        return cold.put(unit.path, place.byte_of(start), flat)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, numbers: Tensor) -> None:
@@ -292,7 +296,8 @@ class StreamedWeights:
         if parameter in self._hosts:
             self._hosts[parameter].copy_(numbers)
         else:
-            self._write_to_disk(parameter, numbers.to(parameter.dtype))
+            unit, place, cold = self._on_disk(parameter)
+            cold.write(unit.path, place, numbers.to(place.dtype))
         self.written(parameter)
 
     def ask_before_reading(self, may_read: MayRead | None) -> None:
@@ -358,6 +363,7 @@ class StreamedWeights:
             self._cold.close()
         self._cold = None
         self._cuts.clear()
+        self._stand_ins = StandIns()
         self._apart.clear()
         self._hosts.clear()
         self._origins.clear()
@@ -389,7 +395,7 @@ class StreamedWeights:
             self._cold = ColdWeights(whole, on_disk.open_slots, BUFFERS)
         else:
             self._cuts = {p: on_disk.cut(p) for places in own.values() for p in places}
-            pieces = {path: self._parts_of(places) for path, places in own.items()}
+            pieces = {path: parts_of(places, self._cuts) for path, places in own.items()}
             self._cold = ColdWeights(pieces, on_disk.open_slots, BUFFERS_OF_PIECES)
         for path in own:
             for parameter in cold[path].parameters():
@@ -400,15 +406,6 @@ class StreamedWeights:
         staging = self._link.host_memory(largest) if on_disk.cut is None else None
         for path in own:
             self._move_out(path, cold[path], streamed, staging)
-
-    def _parts_of(self, places: Mapping[nn.Parameter, Place]) -> list[range]:
-        """The bytes of each piece of a block's parameters on the disk."""
-        return [
-            range(place.offset + piece.start * size, place.offset + piece.stop * size)
-            for parameter, place in places.items()
-            for size in (place.dtype.itemsize,)
-            for piece in self._cuts[parameter]
-        ]
 
     def _keep_apart(self, parameter: nn.Parameter) -> None:
         """Take a weight to the host that a block of the disk has, but not there."""
@@ -476,27 +473,10 @@ class StreamedWeights:
         if staging is not None:
             slab = staging[: end_of(own.values())]
             self._copied_out(own, slab)
-            self._cold.put(path, 0, slab)
+            self._cold.put(path, 0, slab).finish()
         else:
             for parameter, place in own.items():
-                self._put_pieces(path, parameter, place, self._given(parameter))
-        self._cold.finish()
-
-    def _put_pieces(
-        self, path: str, parameter: nn.Parameter, place: Place, numbers: Tensor
-    ) -> None:
-        """Put all of a parameter on the disk, piece by piece."""
-        assert self._cold is not None
-        flat = place.flat(numbers)
-        for piece in self._cuts[parameter]:
-            at = place.offset + piece.start * place.dtype.itemsize
-            self._cold.put(path, at, flat[piece.start : piece.stop]).wait()
-
-    def _write_to_disk(self, parameter: nn.Parameter, numbers: Tensor) -> None:
-        """Nothing of it may be under way: what goes from host to host waits for nobody."""
-        unit, cold = self._on_disk(parameter)
-        self._put_pieces(unit.path, parameter, unit.places[parameter], numbers)
-        cold.finish()
+                self._cold.write(path, place, self._given(parameter))
 
     def _given(self, parameter: nn.Parameter) -> Tensor:
         """The numbers that a parameter is to have."""
@@ -550,7 +530,8 @@ class StreamedWeights:
                 for parameter in own.values():
                     if parameter is not None:
                         if parameter in self._cuts:
-                            self._write_to_disk(parameter, parameter.data)
+                            unit, place, cold = self._on_disk(parameter)
+                            cold.write(unit.path, place, parameter.data)
                         self._hide(parameter)
 
         self._handles += [
@@ -737,11 +718,11 @@ class StreamedWeights:
     def _units_with(self, parameter: Tensor) -> list[Unit]:
         return self._using.get(parameter, [])
 
-    def _on_disk(self, parameter: Tensor) -> tuple[Unit, ColdWeights]:
-        """The one block of a parameter on the disk, and what is there."""
+    def _on_disk(self, parameter: Tensor) -> tuple[Unit, Place, ColdWeights]:
+        """The one block of a parameter on the disk, its place there, and all that is there."""
         (unit,) = self._units_with(parameter)
-        assert self._cold is not None
-        return unit, self._cold
+        assert self._cold is not None and isinstance(parameter, nn.Parameter)
+        return unit, unit.places[parameter], self._cold
 
     def _runs_backward(self, unit: Unit) -> bool:
         return (

@@ -56,6 +56,10 @@ class Place:
         """A tensor without numbers that lies as the parameter does."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
+    def byte_of(self, element: int) -> int:
+        """Where in the block's memory one of its elements begins."""
+        return self.offset + element * self.dtype.itemsize
+
     def bytes_in(self, memory: Tensor) -> Tensor:
         """Its part of the block's memory."""
         return memory[self.offset : self.offset + self.nbytes]
@@ -105,12 +109,6 @@ class Unit:
     """Which of the host's numbers came: how often they had been changed by then."""
     is_outdated: bool = False
     """Whether the host has other numbers by now, and only a backward that runs wants these."""
-
-    def byte_of(self, parameter: Tensor, element: int) -> int:
-        """Where in the memory an element of a parameter is."""
-        assert isinstance(parameter, nn.Parameter)
-        place = self.places[parameter]
-        return place.offset + element * place.dtype.itemsize
 
     def is_cold(self, parameter: nn.Parameter) -> bool:
         """Whether the weights of a parameter are on the disk."""
