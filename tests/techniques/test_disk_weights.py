@@ -404,6 +404,29 @@ def test_a_full_disk_is_noticed_before_anything_changes(
     same_bits(training.run(STEPS - 2), plainly("clipped"))
 
 
+@pytest.mark.parametrize("writes", [0, 3, 15])
+def test_a_disk_that_fails_while_weights_leave_gets_none(
+    writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = ScratchFile.write, 0
+
+    def fail(*args: Any) -> None:
+        nonlocal written
+        written += 1
+        if written > writes:
+            raise OSError(5, "Input/output error")
+        write(*args)
+
+    training = OnTheDisk("clipped")
+    training.run(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ScratchFile, "write", fail)
+        with pytest.raises(DiskDamaged, match="cannot be written"):
+            training.leave(tmp_path, bucket=256)
+    assert list(tmp_path.iterdir()) == []
+    same_bits(training.run(STEPS - 2), plainly("clipped"))
+
+
 @pytest.mark.parametrize("name", ["plain", "clipped", "masters, clipped"])
 def test_a_bit_that_flips_on_the_disk_is_an_error_and_never_a_number(
     name: str, tmp_path: Path

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -109,8 +109,8 @@ class ColdWeights:
 
     def get(
         self, path: str, memory: Tensor, inside: Iterable[range], following: Following
-    ) -> list[Copy]:
-        """Begin to bring the parts of a block that have some of these bytes into its memory."""
+    ) -> Iterator[Copy]:
+        """Begin to bring the parts of a block that have some of these bytes, one by one."""
         parts = list(dict.fromkeys(part for some in inside for part in self._with(path, some)))
         targets = {self._slots[path, p.start]: memory[p.start : p.stop] for p in parts}
         return self._get(targets, lambda: self._slots_of(following()))
@@ -170,18 +170,16 @@ class ColdWeights:
         """Give the room on the disk and the buffers back."""
         self._store.close()
 
-    def _get(self, targets: Mapping[int, Tensor], then: Callable[[], list[int]]) -> list[Copy]:
+    def _get(self, targets: Mapping[int, Tensor], then: Callable[[], list[int]]) -> Iterator[Copy]:
         wanted = list(targets)
         if list(islice(self._announced, len(wanted))) != wanted:
             self._announce([*wanted, *then()])
-        copies = []
         for slot, target in targets.items():
             self._announced.popleft()
             self._gets[slot] = copy = self._store.get(slot, target)
-            copies.append(copy)
+            yield copy
         if not self._announced:
             self._announce(then())
-        return copies
 
     def _announce(self, slots: Sequence[int]) -> None:
         self._announced = deque(slots)

@@ -649,7 +649,8 @@ class StreamedWeights:
             if cold := [unit.places[p].span for p in arrival.coming if unit.is_cold(p)]:
                 assert self._cold is not None and self._moment is not None
                 following = functools.partial(self._cold_after, unit, self._moment.phase)
-                unit.from_disk = self._cold.get(unit.path, memory, cold, following)
+                for copy in self._cold.get(unit.path, memory, cold, following):
+                    unit.from_disk.append(copy)
             if self._cold is not None:
                 unit.puts = self._cold.puts
             for source, target in pairs:
