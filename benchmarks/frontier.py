@@ -42,6 +42,7 @@ from benchmarks.real_steps import (
     peaks,
     run_steps,
     set_up,
+    summary,
 )
 from benchmarks.side_by_side import ROOM, Seat, SharedCard, Task
 from oomph.estimation import estimate
@@ -264,7 +265,7 @@ def run_oomph(
     """One of oomph's cells, by the plan that was made for it."""
     promised = {
         "choices": plan.choices.as_dict(),
-        "summary": "; ".join(f"{change.technique}: {change.after}" for change in plan.changes),
+        "summary": summary(plan),
         "predicted": plan.as_dict()["predicted"],
         "planning_seconds": plan.planning_seconds,
     }

@@ -64,6 +64,11 @@ def load_plan(path: Path) -> Plan:
     return made_here(Plan.load(path))
 
 
+def summary(plan: Plan) -> str:
+    """What a plan does, in a line."""
+    return "; ".join(f"{change.technique}: {change.after}" for change in plan.changes)
+
+
 def made_here(plan: Plan) -> Plan:
     """The same, as if this PyTorch had made it."""
     here = dataclasses.replace(plan.made_for, torch=torch_version())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plans import load, save
-from benchmarks.real_steps import OK, attempt, clock, environment, peaks, run_steps, set_up
+from benchmarks.real_steps import OK, attempt, clock, environment, peaks, run_steps, set_up, summary
 from oomph.job_sources import job_from_name
 from oomph.running.run import fit
 from oomph.units import GIB
@@ -75,6 +75,7 @@ def run_job(timed: Timed) -> dict[str, Any]:
         "predicted_seconds": predicted.seconds,
         "predicted_reserved": predicted.peak.reserved,
         "planning_seconds": run.plan.planning_seconds,
+        "summary": summary(run.plan),
         **peaks(),
         **environment(),
     }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from oomph.job import Job
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
-from oomph.planning.planner import plan
+from oomph.planning.planner import HEARD_CHUNK, plan
 from oomph.running.run import fit
 
 
@@ -97,6 +97,29 @@ def test_the_planner_believes_the_timer_and_asks_for_one_block_of_a_class(timed:
     assert made_up.asked == (["blocks.1"] if timed else [])
     if timed:
         assert made.predicted.seconds >= 4 * 0.01
+
+
+class Speaker(nn.Module):
+    """Blocks, and a head over a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+        self.head = nn.Linear(16, 8192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = nn.functional.cross_entropy(self.head(x), x.new_zeros(len(x)).long())
+        return out
+
+
+def test_blocks_are_timed_whatever_chunk_the_loss_has() -> None:
+    made_up: Any = MadeUpTimer()
+    job = Job(Speaker, lambda model, x: model(x), "adamw", lambda: torch.randn(4096, 16))
+    made = plan(job, budget="2GiB", timer=made_up)
+    assert made.choices.loss_chunk not in (None, HEARD_CHUNK), "else this shows nothing"
+    assert made_up.asked == ["blocks.1"]
 
 
 class SlowInParts(MadeUpTimer):

@@ -93,7 +93,7 @@ Way = tuple[int | None, Weights, int | None, bool, AwayOn, float, int, int]
 
 
 def way_of(choices: Choices) -> Way:
-    """Choices that have about the same to copy, and the same time for it."""
+    """Choices that have about the same to copy, and the same time for it: last what blocks have."""
     return (
         choices.micro_batch,
         choices.weights,

@@ -56,7 +56,7 @@ from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.real_clock import RealClock
-from oomph.planning.refining import Tried, refine
+from oomph.planning.refining import WORTH_IT, Tried, refine
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
@@ -81,6 +81,8 @@ FORMAT_HANDICAP = 1.02
 WORTH_HEARING = 1e-6
 #: The part of the budget that is left for fragmentation before any plan is checked.
 FIRST_MARGIN = 0.015
+#: The same where something leaves the GPU, and what is on its way takes memory, too.
+LEAVING_MARGIN = 0.05
 #: The part of the room for tensors that stays free where something leaves the GPU: what is on its
 #: way is freed when copies are done; with nothing to spare the allocator empties its cache for it.
 COPY_MARGIN = 0.05
@@ -307,13 +309,14 @@ class Planner:
             least = least_seconds(parts, times, leaves=self._leaving)
             return least * (1 + WORTH_HEARING) < best
 
-        for at in range(0, len(sizes), 2):
+        # From one part to two is the largest step where something leaves the GPU.
+        for at in range(0, len(sizes), 1 if self._leaving else 2):
             if may_win(at):
-                if at and may_win(best_at + 1):  # which comes after all of these
+                if at and best_at + 1 < at and may_win(best_at + 1):  # which comes after all these
                     self._second.ask([_question(HEAR, self._bases(sizes[best_at + 1])[0])])
                 hear(at)
         for at in (best_at - 1, best_at + 1):
-            if 0 < at < len(sizes) and at % 2 and may_win(at):
+            if 0 < at < len(sizes) and at % 2 and not self._leaving and may_win(at):
                 hear(at)
 
     def _has_no_room_for_gradients(self, size: int | None) -> bool:
@@ -498,6 +501,10 @@ class Planner:
             # Steps that come later, and less state ahead, are mostly known to be slower by then.
             if (base.state_ahead > LEAST_AHEAD if base.leaves else base.optimizer_in_backward)
         ]
+        sizes = self._micro_batches()
+        if self._leaving and bases[0].micro_batch is None and len(sizes) > 1:
+            parted = self._bases(sizes[1])
+            likely += [base for base in parted if base.weights == bases[-1].weights][:1]
         self._second.ask([_question(HEAR, base) for base in likely])
 
     def _takes_at_least(self, heard: list[Audition], base: Choices) -> float:
@@ -617,7 +624,8 @@ class Planner:
         """What tensors may take of the budget, before fragmentation is known."""
         room = self.budget
         if self.gpu is not None:
-            room = int((self._limit(self._leaving) - self._hidden()) * (1 - FIRST_MARGIN))
+            margin = LEAVING_MARGIN if self._leaving else FIRST_MARGIN
+            room = int((self._limit(self._leaving) - self._hidden()) * (1 - margin))
         return defaultdict(lambda: room)
 
     def _limit(self, leaves: bool) -> int:
@@ -665,7 +673,13 @@ class Planner:
             if best is None or best.choices.cuda_graph or self._real.knows(best.choices):
                 return
             self.say("timing blocks")
-            told = next(one for one in self._told if one.choices == best.heard.choices)
+            # What was heard with one chunk of the loss tells of blocks with all.
+            chunk = best.heard.choices.loss_chunk
+            told = next(
+                one
+                for one in self._told
+                if dataclasses.replace(one.choices, loss_chunk=chunk) == best.heard.choices
+            )
             self._real.time(best.choices, told, self.found)
             self.heard = [self._by_real_clock(one) for one in self._told]
 
@@ -676,10 +690,12 @@ class Planner:
 
     def _choose(self) -> tuple[Estimate, Candidate]:
         """The fastest that passes its check; where it is slow for it, with what leaves the GPU."""
+        may_leave = self.gpu is not None and self.found.steps_per_parameter and self._like is None
+        likely = self._fastest(self._rooms(), set())
+        if likely is not None and may_leave and self._is_slow(likely.seconds):
+            self._hear_leaving_beside()
         found = stays = self._check_until_one_fits()
-        slow = found is None or found[0] > LEAVE_FROM * self._unlimited()
-        may_leave = self.gpu is not None and self.found.steps_per_parameter
-        if slow and may_leave and self._like is None:
+        if may_leave and (found is None or self._is_slow(found[0])):
             self._leaving, self._weights = True, None
             self._hear_all(to_beat=found[0] if found is not None else math.inf)
             away = self._check_until_one_fits()
@@ -692,6 +708,18 @@ class Planner:
         if stays is not None and (missing or seconds > stays[0]):
             return self._confirmed(stays[2])  # with the disk it became slow
         return self._confirmed(candidate if not missing else self._refuse_host(missing)[1])
+
+    def _is_slow(self, seconds: float) -> bool:
+        """Whether what leaves the GPU is looked into for it."""
+        return seconds > LEAVE_FROM * self._unlimited()
+
+    def _hear_leaving_beside(self) -> None:
+        """Have the second process begin with what is heard once something leaves the GPU."""
+        weights = self._weights
+        self._leaving, self._weights = True, None
+        bases = self._bases(self._micro_batches()[0])
+        self._second.ask([_question(HEAR, base) for base in bases[:FORESEEN]])
+        self._leaving, self._weights = False, weights
 
     def _confirmed(self, candidate: Candidate) -> tuple[Estimate, Candidate]:
         """With its check made here, which nobody else's word replaces (rule 2)."""
@@ -721,6 +749,7 @@ class Planner:
         #: What came of each attempt: some are made again when others were in between.
         attempts: dict[str, Tried | None] = {}
         coming: Sequence[Choices] = ()
+        state = self._state_bytes(candidate.choices)
 
         def foresee(choices: Sequence[Choices]) -> None:
             nonlocal coming
@@ -731,9 +760,18 @@ class Planner:
                 attempts[str(choices)] = try_out(choices)
             return attempts[str(choices)]
 
+        def prepared(choices: Choices) -> Candidate:
+            """With room in the blocks for what is known to take it."""
+            before = like[str(choices.blocks)]
+            tried = dataclasses.replace(before, choices=choices)
+            stays = int((choices.gpu_share - before.choices.gpu_share) * state)
+            if stays <= 0 or str(before.choices) not in found:
+                return tried
+            missing = found[str(before.choices)][0].smallest_budget + stays - self._limit(True)
+            return (self._leaner(tried, missing) if missing > 0 else None) or tried
+
         def try_out(choices: Choices) -> Tried | None:
-            tried = dataclasses.replace(like[str(choices.blocks)], choices=choices)
-            verdict, tried = examine(tried)
+            verdict, tried = examine(prepared(choices))
             if not verdict.fits:
                 leaner = self._leaner(tried, verdict.smallest_budget - self._limit(True))
                 if leaner is None:
@@ -746,7 +784,7 @@ class Planner:
 
         def examine(candidate: Candidate) -> tuple[Verdict, Candidate]:
             asked = (*attempts, str(candidate.choices))
-            following = [choices for choices in coming if str(choices) not in asked]
+            following = [prepared(one).choices for one in coming if str(one) not in asked]
             verdict, candidate = self._look_into(candidate, following[:FORESEEN])
             found[str(candidate.choices)] = verdict, candidate
             return verdict, candidate
@@ -767,6 +805,19 @@ class Planner:
             like[str(lighter.choices.blocks)] = lighter
             best = make_host_room(best, lighter.choices, attempt, self.host)
         return found[str(best.choices)]
+
+    def _state_bytes(self, choices: Choices) -> int:
+        """Bytes of the optimizer's state, and masters, as what was heard without them tells."""
+        whole, without = (
+            [
+                one.lasting
+                for one in self.heard
+                if one.choices.weights == choices.weights and not one.choices.weights_away
+                if one.choices.leaves is leaves
+            ]
+            for leaves in (False, True)
+        )
+        return max(min(whole) - min(without), 0) if whole and without else 0
 
     def _tried(self, verdict: Verdict, candidate: Candidate) -> Tried:
         return Tried(
@@ -799,18 +850,20 @@ class Planner:
         rooms = self._rooms()
         best: tuple[float, Verdict, Candidate] | None = None
         checked: set[str] = set()
+        rival: Candidate | None = None
         for _ in range(MOST_CHECKS):
-            candidate = self._fastest(rooms, checked)
+            candidate = rival or self._fastest(rooms, checked)
             if candidate is None and best is None and self._put_off:
                 for size in list(self._put_off):
                     self._hear_size(size)
                 candidate = self._fastest(rooms, checked)
-            if candidate is None or (best is not None and self._expected(candidate) >= best[0]):
+            if candidate is None or (best is not None and not self._beats(candidate, best[0])):
                 break
             checked.add(str(candidate.choices))
             room = rooms[kind_of(candidate.choices)]
             to_beat = best[0] if best is not None else math.inf
-            rivals = self._rivals(rooms, checked, kind_of(candidate.choices), to_beat)
+            rival = self._rival(rooms, checked, kind_of(candidate.choices), to_beat)
+            rivals = [rival.choices] if rival is not None else []
             verdict, candidate = self._look_into(candidate, rivals)
             if verdict.refuses_capture:
                 self._refuses_capture = True
@@ -822,10 +875,11 @@ class Planner:
                 self._slower[way_of(candidate.choices)] = candidate.rehearsed / candidate.seconds
             if verdict.fits:
                 # Cleaning up the cache in every step takes time: a little less room may be faster.
-                seconds = self._rehearsed_seconds(verdict, candidate)
+                # Where something leaves the GPU that is looked into later, see `refine`.
+                seconds = candidate.rehearsed or self._rehearsed_seconds(verdict, candidate)
                 if best is None or seconds < best[0]:
                     best = (seconds, verdict, candidate)
-                if candidate.rehearsed is not None and not verdict.step_retries:
+                if candidate.rehearsed is not None:
                     continue  # copies take longer than it seemed: another may be faster
                 if not verdict.step_retries or best[0] < seconds:
                     break
@@ -841,12 +895,16 @@ class Planner:
             rooms[kind_of(candidate.choices)] = lean if smaller < lean < tried else smaller
         return best
 
-    def _rivals(self, rooms: Rooms, checked: set[str], kind: Kind, to_beat: float) -> list[Choices]:
-        """What is likely to come next: one that fails leaves less room to its kind alone."""
-        if not self._leaving:
-            return []
-        rival = self._fastest(rooms, checked, but=kind)
-        return [rival.choices] if rival is not None and self._expected(rival) < to_beat else []
+    def _beats(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether a check may find it faster, by as much as a check is worth."""
+        return self._expected(candidate) < (WORTH_IT if self._leaving else 1.0) * seconds
+
+    def _rival(
+        self, rooms: Rooms, checked: set[str], kind: Kind, to_beat: float
+    ) -> Candidate | None:
+        """What is checked beside one of this kind: whether that fits says nothing of it."""
+        rival = self._fastest(rooms, checked, but=kind) if self._leaving else None
+        return rival if rival is not None and self._beats(rival, to_beat) else None
 
     def _leanest(self, kind: Kind) -> int:
         """The smallest peak of all that was heard of a kind."""
@@ -875,7 +933,12 @@ class Planner:
 
     def _expected(self, candidate: Candidate) -> float:
         """Its seconds, by how much longer copies took where its like was checked."""
-        return candidate.seconds * self._slower.get(way_of(candidate.choices), 1.0)
+        if not candidate.choices.leaves:
+            return candidate.seconds
+        way = way_of(candidate.choices)
+        alike = [slower for other, slower in self._slower.items() if other[:-1] == way[:-1]]
+        least = min(alike or self._slower.values(), default=1.0)
+        return candidate.seconds * self._slower.get(way, least)
 
     def _refuse(self) -> tuple[Verdict, Candidate]:
         """The leanest there is, if it fits after all; else how much it would need."""

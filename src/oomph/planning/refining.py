@@ -19,8 +19,9 @@ from oomph.planning.choices import Choices
 
 #: Gradients that wait on the GPU, and blocks that stay there, as parts of all of them.
 PARTS = tuple(part / 8 for part in range(1, 9))
-#: What the host's cores may have to step.
-SHARES = tuple(part / 10 for part in range(1, 10))
+#: What the host's cores may have to step, and by how much less or more that is tried then.
+SHARES = (0.2, 0.4, 0.6, 0.8)
+SHARES_BETWEEN = (0.1, 0.05, -0.05)
 #: Buckets of state that come before all gradients are known, in those that come ahead anyway.
 EARLY = tuple(range(2, 9))
 #: Rows of the loss at a time, as parts of those that were planned so far.
@@ -75,14 +76,19 @@ def refine(
     ]
     if host_steps:
         # Late: how fast the host is beside all else is what is known least.
-        climbs += [_share, _share_a_little_more, _come_early_beside_a_share]
+        between = [functools.partial(_share_between, by) for by in SHARES_BETWEEN]
+        climbs += [_share, *between, _come_early_beside_a_share]
     climbs.append(_smaller_loss)
     for at, climb in enumerate(climbs):
         # Go on for as long as the next is faster.
         moves = climb(best)
         for done, move in enumerate(moves):
-            helps = climb is _smaller_loss and best.cleans  # for which it is made
-            foresee(_likely(best, moves[done:], climbs[at + 1 :], helps=helps))
+            if done and climb is _smaller_loss and not best.cleans:
+                break
+            # One of its like did, or it is made for that and nothing more of it is needed.
+            ends_it = climb is _smaller_loss and best.cleans
+            coming = moves[done : done + 1] if ends_it else moves[done:]
+            foresee(_likely(best, coming, climbs[at + 1 :], helps=done > 0 or ends_it))
             found = attempt(move(best.choices))
             if found is None or found.seconds > WORTH_IT * best.seconds:
                 break
@@ -159,8 +165,10 @@ def _share(best: Tried) -> list[Move]:
     return [_setting(host_share=share) for share in SHARES if _is_there(share, best)]
 
 
-def _share_a_little_more(best: Tried) -> list[Move]:
-    share = round(best.choices.host_share + SHARES[0] / 2, 2)
+def _share_between(by: float, best: Tried) -> list[Move]:
+    if not best.choices.host_share and by != SHARES_BETWEEN[0]:
+        return []  # so little is worth nothing
+    share = round(best.choices.host_share + by, 2)
     return [_setting(host_share=share)] if _is_there(share, best) else []
 
 
