@@ -18,13 +18,17 @@ from test_streamed_weights_cuda import exact  # noqa: F401 - every test here use
 from torch import Tensor, nn
 
 from oomph.host.cuda_link import CudaLink
+from oomph.host.disk_slots import DiskSlots
 from oomph.job import Job
-from oomph.planning.choices import Choices
+from oomph.planning.choices import Choices, Outside
 from oomph.running.applying import Applied
 from oomph.running.step import train_step
+from oomph.techniques import cold_weights, disk_state
+from oomph.techniques.cold_weights import OnDisk
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.placing import PlacedWeights
 from oomph.techniques.recompute import recompute
+from oomph.techniques.step_buckets import cuts_of
 from oomph.techniques.streamed_weights import StreamedWeights
 
 sys.path.append(str(Path(__file__).parents[1] / "techniques"))
@@ -152,6 +156,88 @@ def test_a_model_of_the_host_trains_on_the_card_and_goes_back(
     same_bits(training, plainly(name))
 
 
+# -- on the disk -----------------------------------------------------------------------------------
+
+
+def cold(
+    name: str, link: CudaLink, folder: Path, bucket: int = 2048, **placement: Any
+) -> tuple[Training, StreamedWeights]:
+    """A training whose blocks have their weights on the disk, however small they are."""
+    training = Training(recipe=RECIPES[name])
+    masters = training.masters
+
+    def open_slots(largest: int, buffers: int) -> DiskSlots:
+        return DiskSlots(link, folder, largest=largest, buffers=buffers)
+
+    def cut(parameter: nn.Parameter) -> tuple[range, ...]:
+        owned = masters.master_of(parameter) if masters is not None else parameter
+        return cuts_of(parameter, owned.element_size(), bucket)
+
+    on_disk = OnDisk(blocks=BLOCKS, open_slots=open_slots, cut=cut)
+    streamed = StreamedWeights(training.model, BLOCKS, link, on_disk=on_disk)
+    how = {"keep_gradients": 2000, "bucket": bucket, "disk": open_slots, **placement}
+    training.go_to_host(link, weights=streamed, **how)
+    return training, streamed
+
+
+@pytest.fixture
+def _every_parameter_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_weights, "LEAST", 0)
+    monkeypatch.setattr(disk_state, "LEAST", 0)
+
+
+def undone(training: Training, streamed: StreamedWeights) -> Training:
+    assert training.host is not None
+    training.host.undo()
+    streamed.undo()
+    training.host = None
+    return training
+
+
+@pytest.mark.usefixtures("_every_parameter_is_large_enough")
+@pytest.mark.parametrize("late", [(), PLACES], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_on_the_disk_have_the_plain_bits(
+    name: str, late: Collection[str], links: list[CudaLink], tmp_path: Path
+) -> None:
+    links.append(LateLink(late))
+    training, streamed = cold(name, links[0], tmp_path)
+    same_bits(undone(training.run(STEPS), streamed), plainly(name))
+
+
+@pytest.mark.usefixtures("_every_parameter_is_large_enough")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["plain", "masters, in parts, clipped"])
+def test_with_state_and_masters_there_too_whatever_is_late(
+    name: str, place: str, links: list[CudaLink], tmp_path: Path
+) -> None:
+    links.append(LateLink((place,)))
+    training, streamed = cold(name, links[0], tmp_path, disk_share=0.7)
+    same_bits(undone(training.run(STEPS), streamed), plainly(name))
+
+
+@pytest.mark.usefixtures("_every_parameter_is_large_enough")
+@pytest.mark.parametrize("name", ["plain", "clipped", "masters"])
+def test_weights_on_the_disk_are_saved_loaded_and_brought_back(
+    name: str, links: list[CudaLink], tmp_path: Path
+) -> None:
+    link = LateLink(PLACES)
+    links.append(link)
+    training, streamed = cold(name, link, tmp_path)
+    training.run(1)
+    training.go_on_from(plain(RECIPES[name], 2))
+    training.run(1)
+    saved = training.weights()
+    undone(training, streamed)
+    assert {p.device for p in training.model.parameters()} == {CUDA}
+    for key, value in training.weights().items():
+        assert torch.equal(saved[key], value), key
+    gc.collect()
+    assert not any(memory() is not None for memory in link.memory)
+    assert list(tmp_path.iterdir()) == []
+    same_bits(training.run(STEPS - 3), plainly(name))
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 1024, 12
@@ -174,8 +260,9 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("on", ["host", "disk"])
 def test_the_card_holds_two_blocks_and_a_few_buckets(
-    masters: bool, clip_norm: float | None
+    on: Outside, masters: bool, clip_norm: float | None, tmp_path: Path
 ) -> None:
     paths = tuple(str(at) for at in range(LAYERS))
     choices = Choices(
@@ -183,6 +270,7 @@ def test_the_card_holds_two_blocks_and_a_few_buckets(
         fused_optimizer=True,
         optimizer_on="host",
         weights_away=paths,
+        weights_away_on=on,
         gradient_room=0,
         weights="bf16 with fp32 masters" if masters else "own",
         precision="bf16-mixed" if masters else "fp32",
@@ -196,7 +284,7 @@ def test_the_card_holds_two_blocks_and_a_few_buckets(
     gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    applied = Applied(choices, job, model, optimizer, device_type="cuda")
+    applied = Applied(choices, job, model, optimizer, device_type="cuda", disk=tmp_path)
     assert torch.cuda.max_memory_allocated() - before < BLOCK
     for _ in range(3):
         train_step(applied.stage, batch)

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from oomph.host.limits import HostLimits
 from oomph.job import Job
 from oomph.planning import attempt, planner
 from oomph.planning.attempt import NoPlan
-from oomph.planning.changes import say_place, settings_of
+from oomph.planning.changes import say_place, say_weights_away, settings_of
 from oomph.planning.choices import Choices
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Plan
@@ -176,6 +177,38 @@ def test_what_blocks_save_goes_to_the_disk_where_it_must_or_where_that_is_faster
     assert make_host_room(best, KEPT, attempt, host).choices == expected
 
 
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (4_000, {"disk_share": 0.84}),
+        (2_400, {"disk_share": 1.0}),
+        (2_300, {"disk_share": 0.87, "weights_away_on": "disk"}),
+        (1_000, {"disk_share": 1.0, "weights_away_on": "disk"}),
+        (900, {"disk_share": 1.0, "weights_away_on": "disk"}),
+    ],
+)
+def test_weights_go_to_the_disk_where_all_of_the_state_is_not_enough(
+    host: int, expected: dict[str, Any]
+) -> None:
+    """State takes 10,000 bytes, weights 2,000, and each has buffers before the disk."""
+
+    def attempt(choices: Choices) -> Tried | None:
+        if len(choices.weights_away) < 4 or choices.offloaded:
+            return None  # no room for it on the GPU
+        cold = choices.weights_away_on == "disk"
+        taken = 10_000 * (1 - choices.disk_share) + 400 * bool(choices.disk_share)
+        taken += 600 if cold else 500 * len(choices.weights_away)
+        taken += 5_000 * choices.host_share
+        seconds = 1 + 10 * choices.disk_share + 5 * cold - choices.host_share
+        return Tried(choices=choices, seconds=seconds, host=round(taken))
+
+    start = attempt(dataclasses.replace(KEPT, host_share=0.2))
+    assert start is not None
+    found = make_host_room(start, start.choices, attempt, host)
+    assert found.choices == dataclasses.replace(KEPT, **expected)
+    assert found.host <= host or host < 1_000, "the one that lacks least"
+
+
 def test_what_has_no_room_on_the_gpu_is_not_chosen() -> None:
     machine = Machine(refuses=lambda choices: 0.3 < choices.disk_share < 0.8)
     assert machine.make_room(host=8_000).choices.disk_share == 0.8
@@ -203,6 +236,13 @@ def test_the_report_says_how_much_of_the_state_is_on_the_disk() -> None:
     everywhere = dataclasses.replace(SHARED, gradient_room=0, disk_share=0.07)
     assert say_place(everywhere) == (
         "state on the host, 30% stepped there, gradients too, 7% of the state on the disk"
+    )
+
+
+def test_the_report_says_where_weights_wait() -> None:
+    assert say_weights_away(OFFLOADED) == "4 of 4 on the host"
+    assert say_weights_away(dataclasses.replace(OFFLOADED, weights_away_on="disk")) == (
+        "4 of 4 on the disk"
     )
 
 
@@ -326,11 +366,28 @@ def test_masters_go_to_the_disk_with_the_state(share: float) -> None:
     assert all_of_it - host > state
 
 
+def test_weights_go_there_too_where_that_is_not_enough() -> None:
+    leaner = 2.6  # the weights of blocks have to leave, too
+    made = planned(leaner, 100 * MIB)
+    choices = made.choices
+    assert (len(choices.weights_away), choices.weights_away_on) == (4, "disk")
+    assert made.predicted.host <= 100 * MIB < WEIGHTS
+    assert made.predicted.disk > WEIGHTS
+    (change,) = (one for one in made.changes if one.technique == "weights of blocks")
+    assert change.after == "4 of 4 on the disk"
+    assert "weights_away_on" in settings_of("weights of blocks")
+    assert Plan.from_dict(json.loads(json.dumps(made.as_dict()))).choices == choices
+    timeline = rehearse(job(), CARD, PHASES, choices=choices)
+    assert timeline.host_bytes == made.predicted.host
+    assert timeline.disk_bytes == made.predicted.disk
+
+
 def test_what_the_planning_machine_has_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = HostLimits(memory=100, memory_limit="a small machine", lockable=None)
     monkeypatch.setattr("oomph.host.limits.host_limits", lambda *_: tiny)
-    choices = dataclasses.replace(AWAY, disk_share=1.0)
-    assert rehearse(job(), CARD, PHASES, choices=choices).disk_bytes
+    paths = ("0", "1", "2", "3")
+    choices = dataclasses.replace(AWAY, disk_share=1.0, weights_away=paths, weights_away_on="disk")
+    assert rehearse(job(), CARD, PHASES, choices=choices).disk_bytes > 2.9 * WEIGHTS
 
 
 def test_a_host_too_small_even_so_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""State on the disk in a rehearsal: its room, the memory it leaves free, and the time it takes."""
+"""State and weights on the disk in a rehearsal: their room, the memory they leave free, and the
+time they take."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from oomph.gpus import find_gpu
 from oomph.job import Job
-from oomph.planning.audition import step_effort
+from oomph.planning.audition import peak_allocated, step_effort
 from oomph.planning.choices import Choices
 from oomph.rehearsal import slots
 from oomph.rehearsal.phases import rehearse
@@ -66,6 +67,41 @@ def test_a_step_takes_as_long_as_the_disk(
     assert 0.7 * (STATE / 1e9 + STATE / 0.5e9) < took < 1.1 * (STATE / 1e9 + STATE / 0.5e9)
 
 
+AWAY = tuple(str(at) for at in range(LAYERS))
+COLD: dict[str, object] = {"weights_away": AWAY, "weights_away_on": "disk"}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("masters", [False, True])
+def test_weights_on_the_disk_are_not_in_host_memory_and_take_no_more_of_the_gpu(
+    masters: bool, clip_norm: float | None
+) -> None:
+    how: dict[str, object] = {"weights_away": AWAY}
+    if masters:
+        how |= {"weights": "bf16 with fp32 masters", "precision": "bf16-mixed"}
+    host, disk = (rehearsed(clip_norm, **how, weights_away_on=on) for on in ("host", "disk"))
+    size = (2 if masters else 4) * WEIGHTS
+    assert (host.disk_bytes, disk.disk_bytes) == (0, size)
+    buffers = disk.host_bytes - (host.host_bytes - size)
+    assert 0 < buffers < size / 4
+    assert peak_allocated(host) == peak_allocated(disk)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_such_a_step_reads_weights_twice_and_writes_them_once(
+    share: float, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "DISK_READ", 1e9)
+    monkeypatch.setattr(slots, "DISK_WRITE", 0.5e9)
+    monkeypatch.setattr(slots, "load_profile", lambda _: None)
+    took = seconds(rehearsed(clip_norm, disk_share=share, **COLD))
+    size = 4 * WEIGHTS
+    expected = (2 * size + share * STATE) / 1e9 + (size + share * STATE) / 0.5e9
+    # The last blocks of forward are the first of backward; all that is written is on one disk.
+    assert 0.75 * expected < took < 1.1 * expected
+
+
 def test_a_disk_that_is_fast_enough_hides_behind_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,3 +111,6 @@ def test_a_disk_that_is_fast_enough_hides_behind_computing(
     monkeypatch.setattr(slots, "DISK_WRITE", 1e12)
     fast = seconds(rehearsed(rows=rows, disk_share=0.5))
     assert fast == pytest.approx(seconds(rehearsed(rows=rows)), rel=0.02)
+    fast = seconds(rehearsed(rows=rows, **COLD))
+    away = seconds(rehearsed(rows=rows, weights_away=AWAY))
+    assert fast == pytest.approx(away, rel=0.02)

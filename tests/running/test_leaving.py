@@ -112,18 +112,27 @@ def test_numbers_are_those_of_what_stays(change: dict[str, Any], clip: float | N
 
 
 MASTERS = dataclasses.replace(PLAIN, precision="bf16-mixed", weights="bf16 with fp32 masters")
+COLD: dict[str, Any] = {"weights_away": ("1", "2"), "weights_away_on": "disk"}
+
+
+def everything_may_go_to_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is."""
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    monkeypatch.setattr("oomph.techniques.cold_weights.LEAST", 0)
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["no clipping", "clipping"])
-@pytest.mark.parametrize("change", [{}, {"disk_share": 0.5}, {"weights_away": ("1", "2")}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"disk_share": 0.5}, {"weights_away": ("1", "2")}, COLD], ids=str
+)
 def test_masters_on_the_disk_have_the_numbers_of_what_stays(
     change: dict[str, Any],
     clip: float | None,
     micro_batch: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    everything_may_go_to_the_disk(monkeypatch)
     given = job(clip_norm=clip, precision="bf16-mixed")
     stays = dataclasses.replace(MASTERS, micro_batch=micro_batch)
     on_disk = dataclasses.replace(stays, optimizer_on="host", disk_share=1.0)
@@ -132,12 +141,13 @@ def test_masters_on_the_disk_have_the_numbers_of_what_stays(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("change", [{}, COLD], ids=["masters", "masters and weights"])
 def test_a_step_that_fails_with_masters_on_the_disk_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    everything_may_go_to_the_disk(monkeypatch)
     given = job(clip_norm=0.5, precision="bf16-mixed")
-    on_disk = dataclasses.replace(MASTERS, optimizer_on="host", disk_share=1.0)
+    on_disk = dataclasses.replace(MASTERS, optimizer_on="host", disk_share=1.0, **change)
     runs = []
     for choices in (on_disk, MASTERS):
         made = model()
@@ -160,17 +170,20 @@ def test_a_step_that_fails_with_masters_on_the_disk_changes_nothing(
         assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("change", [{}, COLD], ids=["masters", "masters and weights"])
 def test_a_run_that_host_memory_has_no_room_for_is_not_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    everything_may_go_to_the_disk(monkeypatch)
     made, given = model(), job(precision="bf16-mixed")
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
-    choices = dataclasses.replace(MASTERS, optimizer_on="host", disk_share=1.0)
+    choices = dataclasses.replace(MASTERS, optimizer_on="host", disk_share=1.0, **change)
     own = dataclasses.replace(given, model=made, optimizer=optimizer)
     run = apply(plan_with(choices, made, optimizer, given.batch), own, disk=tmp_path)
     run.step(given.batch)
     needed = 12 * sum(p.numel() for p in made.parameters())
+    if change:  # two of four blocks, and one while it is read, whose last bias has 256 bytes
+        needed += 3 * 2 * sum(p.numel() for p in made[1].parameters()) + 256 - 2 * WIDTH
     with monkeypatch.context() as patch:
         tiny = HostLimits(memory=needed - 1, memory_limit="a tiny machine", lockable=None)
         patch.setattr("oomph.host.limits.host_limits", lambda *_: tiny)

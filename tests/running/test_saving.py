@@ -3,6 +3,7 @@ model's or does not fit on the disk is refused in words, and nothing is lost."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader
 import oomph
 from benchmarks.profiler_memory import measure_cpu_peak
 from oomph.errors import BadCheckpoint, BadInput, DiskFull, OomphError, WrongCheckpoint
+from oomph.host.limits import HostLimits
 from oomph.job import Job
 from oomph.planning.choices import Choices
 from oomph.running import checkpoint_folder, tensor_files
@@ -129,6 +131,17 @@ def assert_same(one: Any, other: Any) -> None:
 
 # -- the same losses -------------------------------------------------------------------------------
 
+
+def everything_may_go_to_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is."""
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    monkeypatch.setattr("oomph.techniques.cold_weights.LEAST", 0)
+
+
+WEIGHTS_ON_DISK = Choices(
+    optimizer_on="host", weights_away=("blocks.0", "blocks.1"), weights_away_on="disk"
+)
+
 WAYS = {
     "plain": (Choices(), Net, adamw),
     "recompute": (Choices(blocks={"blocks.0": "recompute"}), Net, adamw),
@@ -148,6 +161,12 @@ WAYS = {
     ),
     "masters on the disk": (
         Choices(optimizer_on="host", weights="bf16 with fp32 masters", disk_share=1.0),
+        Net,
+        adamw,
+    ),
+    "weights on the disk": (WEIGHTS_ON_DISK, Net, adamw),
+    "masters and weights on the disk": (
+        dataclasses.replace(WEIGHTS_ON_DISK, weights="bf16 with fp32 masters", disk_share=1.0),
         Net,
         adamw,
     ),
@@ -171,7 +190,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oomph.techniques.low_bit_state.SMALLEST", 64)
-    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    everything_may_go_to_the_disk(monkeypatch)
     one, other = start(*WAYS[way]), start(*WAYS[way])
     torch.manual_seed(1)
     expected = losses(one, BATCHES)
@@ -191,20 +210,31 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
     assert_same(again.optimizer.state_dict(), one.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("way", ["plain", "masters"])
+@pytest.mark.parametrize(
+    ("on_disk", "way"),
+    [
+        ("on the disk", "plain"),
+        ("masters on the disk", "masters"),
+        ("weights on the disk", "plain"),
+        ("masters and weights on the disk", "masters"),
+    ],
+)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_what_is_on_the_disk_is_saved_piece_by_piece(
-    steps: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: int, on_disk: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
-    run = start(*WAYS["on the disk" if way == "plain" else "masters on the disk"])
+    everything_may_go_to_the_disk(monkeypatch)
+    run = start(*WAYS[on_disk])
     plain = start(*WAYS[way])
+    largest = max(parameter.nbytes for parameter in plain.model.parameters())
     for one in (run, plain):
         torch.manual_seed(1)
         losses(one, BATCHES[:steps])
     with monkeypatch.context() as patch:
         patch.setattr("oomph.techniques.host_state.HostState.show", None)
         patch.setattr("oomph.techniques.host_masters.HostMasters.show_numbers", None)
+        tiny = HostLimits(memory=largest, memory_limit="a tiny machine", lockable=None)
+        patch.setattr("oomph.host.limits.host_limits", lambda *_: tiny)
         run.save(tmp_path / "disk")
     plain.save(tmp_path / "plain")
     saved, expected = (load_checkpoint(tmp_path / name) for name in ("disk", "plain"))
@@ -220,7 +250,7 @@ def test_what_is_on_the_disk_is_saved_piece_by_piece(
 def test_masters_on_the_disk_go_on_from_a_plain_checkpoint_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    everything_may_go_to_the_disk(monkeypatch)
     plain, run = start(*WAYS["masters"]), start(*WAYS["masters on the disk"])
     torch.manual_seed(1)
     losses(plain, BATCHES[:3])
@@ -386,8 +416,9 @@ class Pictures(nn.Module):
         Choices(fused_optimizer=True),
         Choices(low_bit_state=True),
         WAYS["masters on the disk"][0],
+        dataclasses.replace(WEIGHTS_ON_DISK, weights_away=("conv",)),
     ],
-    ids=["fused", "8 bits", "masters on the disk"],
+    ids=["fused", "8 bits", "masters on the disk", "weights on the disk"],
 )
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("loaded", [True, False])
@@ -395,7 +426,7 @@ def test_weights_may_lie_in_memory_in_another_order_than_when_saved(
     choices: Choices, saved: bool, loaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oomph.techniques.low_bit_state.SMALLEST", 64)
-    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
+    everything_may_go_to_the_disk(monkeypatch)
     run = start(choices, lambda: Pictures(saved))
     losses(run, BATCHES[:2])
     run.save(tmp_path)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_plans import plan_with
 from torch import Tensor, nn
 
-from oomph.errors import BadInput
+from benchmarks.profiler_memory import measure_cpu_peak
+from oomph.errors import BadInput, DiskFull
 from oomph.gpus import find_gpu
+from oomph.host.link import Copy, InstantLink
+from oomph.host.scratch_file import ScratchFile
 from oomph.job import Job
 from oomph.planning.changes import describe_changes
-from oomph.planning.choices import Choices
+from oomph.planning.choices import Choices, Outside
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Category, Timeline
 from oomph.running.applying import Applied
@@ -39,6 +45,13 @@ STATE = ("step", "exp_avg", "exp_avg_sq")
 PATHS = tuple(f"blocks.{at}" for at in range(LAYERS))
 PLAIN = Choices(blocks=dict.fromkeys(PATHS, "keep"))
 AWAY = dataclasses.replace(PLAIN, optimizer_on="host", weights_away=PATHS)
+COLD = dataclasses.replace(AWAY, weights_away_on="disk")
+
+
+@pytest.fixture(autouse=True)
+def _every_parameter_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomph.techniques.cold_weights.LEAST", 0)
+    monkeypatch.setattr("oomph.techniques.disk_state.LEAST", 0)
 
 
 class Block(nn.Module):
@@ -119,26 +132,31 @@ MASTERS: dict[str, Any] = {"weights": "bf16 with fp32 masters", "precision": "bf
     ],
     ids=str,
 )
-def test_numbers_are_those_of_what_stays(change: dict[str, Any], clip: float | None) -> None:
-    leaves = dataclasses.replace(AWAY, **change)
+@pytest.mark.parametrize("on", ["host", "disk"])
+def test_numbers_are_those_of_what_stays(
+    on: Outside, change: dict[str, Any], clip: float | None
+) -> None:
+    leaves = dataclasses.replace(AWAY, weights_away_on=on, **change)
     stays = dataclasses.replace(
         leaves,
         blocks=PLAIN.blocks,
         optimizer_on="gpu",
         weights_away=(),
+        weights_away_on="host",
         gradient_room=None,
     )
     given = job(clip_norm=clip, precision=leaves.precision)
     torch.testing.assert_close(trained(leaves, given), trained(stays, given), rtol=0, atol=0)
 
 
-def test_how_blocks_run_can_be_switched_while_their_weights_are_away() -> None:
+@pytest.mark.parametrize("leaves", [AWAY, COLD], ids=["host", "disk"])
+def test_how_blocks_run_can_be_switched_while_their_weights_are_away(leaves: Choices) -> None:
     given = job(clip_norm=0.5)
-    training = Trained(AWAY, given)
+    training = Trained(leaves, given)
     hows = ["recompute", "keep, offloaded", "recompute, offloaded", "keep"]
     for at, how in enumerate(hows):
         blocks = {**dict.fromkeys(PATHS, how), PATHS[at]: "keep"}
-        training.applied.switch(dataclasses.replace(AWAY, blocks=blocks))
+        training.applied.switch(dataclasses.replace(leaves, blocks=blocks))
         training.run(1)
         assert training.model.blocks[LAYERS - 1].up.weight.isnan().all()  # type: ignore[union-attr, operator]
     plain = Trained(PLAIN, given)
@@ -147,9 +165,10 @@ def test_how_blocks_run_can_be_switched_while_their_weights_are_away() -> None:
     assert not any("forward" in vars(module) for module in training.model.modules())
 
 
-def test_all_can_be_taken_back_on_the_way() -> None:
+@pytest.mark.parametrize("leaves", [AWAY, COLD], ids=["host", "disk"])
+def test_all_can_be_taken_back_on_the_way(leaves: Choices) -> None:
     given = job(clip_norm=0.5)
-    training = Trained(dataclasses.replace(AWAY, **MASTERS), given)
+    training = Trained(dataclasses.replace(leaves, **MASTERS), given)
     plain = Trained(dataclasses.replace(PLAIN, **MASTERS), given)
     for one in (training, plain):
         one.run(2)
@@ -182,7 +201,10 @@ def test_what_is_saved_are_masters_or_weights_and_can_be_loaded(masters: bool) -
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_a_run_is_saved_and_resumed_as_if_nothing_had_been(masters: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("leaves", [AWAY, COLD], ids=["host", "disk"])
+def test_a_run_is_saved_and_resumed_as_if_nothing_had_been(
+    leaves: Choices, masters: bool, tmp_path: Path
+) -> None:
     change = MASTERS if masters else {}
 
     def begin(choices: Choices) -> Run:
@@ -193,7 +215,7 @@ def test_a_run_is_saved_and_resumed_as_if_nothing_had_been(masters: bool, tmp_pa
         )
         return apply(plan_with(choices, model, optimizer, given.batch), given)
 
-    runs = [begin(dataclasses.replace(base, **change)) for base in (AWAY, PLAIN)]
+    runs = [begin(dataclasses.replace(base, **change)) for base in (leaves, PLAIN)]
     batch = job().batch
     losses = [[run.step(batch) for _ in range(2)] for run in runs]
     for at, run in enumerate(runs):
@@ -231,13 +253,103 @@ def test_a_full_host_leaves_everything_as_it_was(room: int) -> None:
     assert all(one is other for one, other in zip(owned, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("slots", [0, 7, 40])
+def test_a_full_disk_leaves_everything_as_it_was(
+    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is full when the first weight, another one, or state is to have room."""
+    take = ScratchFile.take
+    taken = 0
+
+    def scarce(self: ScratchFile, nbytes: int) -> int:
+        nonlocal taken
+        taken += 1
+        if taken > slots:
+            raise DiskFull("the disk is full", nbytes)
+        return take(self, nbytes)
+
+    monkeypatch.setattr(ScratchFile, "take", scarce)
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    choices = dataclasses.replace(COLD, disk_share=1.0, **MASTERS)
+    with pytest.raises(DiskFull):
+        Applied(choices, job(), model, optimizer, device_type="cpu", disk=tmp_path)
+    assert taken == slots + 1
+    assert list(tmp_path.iterdir()) == []
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(one is other for one, other in zip(owned, model.parameters(), strict=True))
+
+
+class HostApart(InstantLink):
+    """A host whose memory is none that PyTorch counts, with copies that hold on to a GPU's."""
+
+    def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        super().to_host(source, target)
+        return Held(source)
+
+    def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        super().to_gpu(source, target)
+        return Held(target)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
+
+
+class Held:
+    """As a card's copy: it holds its memory until it is waited for."""
+
+    def __init__(self, *held: Tensor) -> None:
+        self._held = held
+
+    def wait(self) -> None:
+        self._held = ()
+
+    def finish(self) -> None:
+        self._held = ()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["no clipping", "clipping"])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_step_takes_no_more_memory_with_weights_on_the_disk(
+    masters: bool, clip: float | None, tmp_path: Path
+) -> None:
+    change = MASTERS if masters else {}
+
+    def peak(base: Choices) -> int:
+        choices = dataclasses.replace(base, gradient_room=0, **change)
+        given = job(clip_norm=clip, precision=choices.precision)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        applied = Applied(
+            choices,
+            given,
+            model,
+            optimizer,
+            device_type="cpu",
+            link_with=lambda _: HostApart(),
+            disk=tmp_path,
+        )
+        # The first is measured in vain: of memory that is older, only the rest is known.
+        step = functools.partial(train_step, applied.stage, given.batch)
+        *_, most = (measure_cpu_peak(step) for _ in range(3))
+        applied.undo()
+        return most
+
+    assert peak(COLD) == peak(AWAY)
+
+
 # -- choices ---------------------------------------------------------------------------------------
 
 
-def test_choices_come_back_from_json() -> None:
-    assert Choices.from_dict(json.loads(json.dumps(AWAY.as_dict()))) == AWAY
-    assert AWAY.leaves
-    assert AWAY.lasting.weights_away == PATHS
+@pytest.mark.parametrize("leaves", [AWAY, COLD], ids=["host", "disk"])
+def test_choices_come_back_from_json(leaves: Choices) -> None:
+    assert Choices.from_dict(json.loads(json.dumps(leaves.as_dict()))) == leaves
+    assert leaves.leaves
+    assert leaves.lasting.weights_away == PATHS
+    assert leaves.lasting.weights_away_on == leaves.weights_away_on
 
 
 @pytest.mark.parametrize(
@@ -250,6 +362,7 @@ def test_choices_come_back_from_json() -> None:
             {"weights_away": ("b",), "optimizer_on": "host", "blocks": {"a": "keep"}},
             "b is no block of the plan",
         ),
+        ({"weights_away_on": "tape"}, "weights wait on host or disk, not on 'tape'"),
     ],
 )
 def test_what_is_no_choice_is_refused(wrong: dict[str, Any], words: str) -> None:
@@ -264,8 +377,9 @@ def test_a_value_of_another_kind_is_named() -> None:
 
 def test_weights_cannot_leave_or_return_by_a_switch() -> None:
     training = Trained(AWAY, job())
-    with pytest.raises(BadInput, match="cannot be switched"):
-        training.applied.switch(dataclasses.replace(AWAY, weights_away=PATHS[:2]))
+    for other in (dataclasses.replace(AWAY, weights_away=PATHS[:2]), COLD):
+        with pytest.raises(BadInput, match="cannot be switched"):
+            training.applied.switch(other)
 
 
 # -- rehearsed -------------------------------------------------------------------------------------

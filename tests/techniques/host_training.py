@@ -17,6 +17,7 @@ from oomph.host.link import Link
 from oomph.host.slots import OpenSlots
 from oomph.techniques import streamed_step
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.streamed_weights import StreamedWeights
 
@@ -296,7 +297,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch, tensors: int) -> Iterator[None]
         tensors -= 1
         if tensors < 0:
             raise torch.OutOfMemoryError("no room")
-        return torch.empty_like(tensor)
+        return gpu_like(tensor, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(streamed_step, "gpu_like", scarce)

@@ -89,7 +89,7 @@ def kind_of(choices: Choices) -> Kind:
     )
 
 
-Way = tuple[int | None, Weights, int | None, bool, float, int, int, Outside]
+Way = tuple[int | None, Weights, int | None, bool, Outside, float, int, Outside, int]
 
 
 def way_of(choices: Choices) -> Way:
@@ -99,10 +99,11 @@ def way_of(choices: Choices) -> Way:
         choices.weights,
         choices.gradient_room,
         bool(choices.weights_away),
+        choices.weights_away_on,
         choices.disk_share,
         choices.state_ahead,
-        len(choices.offloaded),
         choices.offloaded_to,
+        len(choices.offloaded),
     )
 
 

@@ -159,11 +159,14 @@ def _differences(after: Choices) -> list[_Difference]:
                 "state_ahead",
                 "state_early",
                 "weights_away",
+                "weights_away_on",
             ),
             # The host's kernels differ from the GPU's in the last bits.
             fidelity=Fidelity.ROUNDING if after.host_share else Fidelity.EXACT,
         ),
-        _Difference(technique="weights of blocks", field="weights_away"),
+        _Difference(
+            technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
+        ),
         _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
@@ -225,7 +228,7 @@ def say_place(choices: Choices) -> str:
 def say_weights_away(choices: Choices) -> str:
     """Where the weights of blocks wait."""
     away, total = len(choices.weights_away), len(choices.blocks)
-    return f"{away} of {total} on the host" if away else "on the GPU"
+    return f"{away} of {total} on the {choices.weights_away_on}" if away else "on the GPU"
 
 
 def say_blocks(choices: Choices) -> str:

@@ -54,6 +54,8 @@ class Choices:
     """Where the optimizer's state, and masters where there are, wait between steps."""
     weights_away: tuple[str, ...] = ()
     """The paths of the blocks whose weights wait on the host too, and come when the block runs."""
+    weights_away_on: Outside = "host"
+    """Where these weights wait; those on the disk are read in forward and backward."""
     host_share: float = 0.0
     """The part of all parameters whose steps the host's cores make; the GPU makes the others."""
     disk_share: float = 0.0
@@ -129,6 +131,8 @@ class Choices:
 
     def _check_weights_away(self) -> None:
         away = self.weights_away
+        if self.weights_away_on not in get_args(Outside):
+            raise BadInput(f"weights wait on host or disk, not on {self.weights_away_on!r}")
         if away and self.optimizer_on != "host":
             raise BadInput("weights on the host need their optimizer there: optimizer_on='host'")
         if wrong := [path for path in away if not isinstance(path, str)]:

@@ -47,6 +47,10 @@ def make_host_room(best: Tried, lighter: Choices, attempt: Attempt, host: int) -
             try_instead(dataclasses.replace(found.choices, weights_away=fewer))
     if found.choices.host_share:
         try_instead(dataclasses.replace(found.choices, host_share=0.0))
+    for choices in (found.choices, lighter):
+        if found.host > host and choices.weights_away:
+            # What the host's cores step is in its memory.
+            try_instead(dataclasses.replace(choices, weights_away_on="disk", host_share=0.0))
     return found
 
 

@@ -328,8 +328,8 @@ def _first_of_each_size(parts: list[Any]) -> list[Any]:
 
 def _save(stage: Stage) -> None:
     """Every tensor of model and optimizer goes to the host, one after the other."""
-    for tensor in tensors_in(stage.model.state_dict()):
-        tensor.cpu()
+    for tensor in tensors_in(stage.model_state()):
+        tensor.detach().cpu()
     if stage.optimizer is not None:
         for tensor in tensors_in(stage.optimizer_state()["state"]):
             tensor.cpu()

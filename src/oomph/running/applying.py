@@ -32,6 +32,7 @@ from oomph.running.step import Stage
 from oomph.techniques.allocator_settings import set_allocator
 from oomph.techniques.autocast import make_scaler, use_tf32
 from oomph.techniques.chunked_loss import chunk_loss
+from oomph.techniques.cold_weights import OnDisk
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
 from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
@@ -42,9 +43,10 @@ from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
+from oomph.techniques.optimizer_twin import is_elementwise
 from oomph.techniques.placing import PlacedWeights, move_training
 from oomph.techniques.recompute import recompute
-from oomph.techniques.step_buckets import bucket_bytes
+from oomph.techniques.step_buckets import bucket_bytes, cuts_of
 from oomph.techniques.technique import Undo
 
 #: Compiles a block whose recompute choice is given; a rehearsal has a stand-in for it.
@@ -150,6 +152,7 @@ class Applied:
             if choices.weights != "own":
                 masters = MasterWeights(model, optimizer)
                 do(masters.undo)
+            self.stage.masters = masters
             if choices.fused_optimizer:
                 do(fuse_optimizer(optimizer))
             if choices.low_bit_state:
@@ -159,7 +162,6 @@ class Applied:
                     do(multiply_in_fp8(linear))
             if choices.optimizer_on == "host":
                 do(self._place_weights(choices))
-            self.stage.masters = masters
             self.stage.pieces = OptimizerPieces(optimizer, masters)
             do(self._change_parts, ())  # those of modules go before what lasts
             self._change_parts(parts)
@@ -290,13 +292,21 @@ class Applied:
         return there[0] if there else torch.device(stage.device_type)
 
     def _place_weights(self, choices: Choices) -> Undo:
-        """Weights go to the GPU one by one; those of some blocks to the host, or stay there."""
+        """Weights go to the GPU one by one; those of some blocks to the host or to the disk."""
+        on_disk = None
+        if choices.weights_away_on == "disk":
+            on_disk = OnDisk(
+                blocks=choices.weights_away,
+                open_slots=functools.partial(self._slots_with, self._open_link()),
+                cut=functools.partial(self._cut, self._bucket()),
+            )
         placed = PlacedWeights(
             self.stage.model,
             choices.weights_away,
             self._open_link(),
             device=self._device(),
             wraps=False,
+            on_disk=on_disk,
         )
         self._placed = placed
 
@@ -306,11 +316,23 @@ class Applied:
 
         return undo
 
+    def _bucket(self) -> int:
+        """Bytes that are stepped together."""
+        trained = (p.nbytes for p in self.stage.model.parameters() if p.requires_grad)
+        return bucket_bytes(sum(trained))
+
+    def _cut(self, bucket: int, parameter: nn.Parameter) -> tuple[range, ...]:
+        """The elements of each of the pieces that a parameter is stepped in."""
+        optimizer, masters = self.stage.optimizer, self.stage.masters
+        assert optimizer is not None
+        owned = masters.master_of(parameter) if masters is not None else parameter
+        size, may_cut = owned.element_size(), is_elementwise(optimizer)
+        return cuts_of(parameter, size, bucket, may_cut=may_cut)
+
     def _move_optimizer(self, choices: Choices) -> Undo:
         """The optimizer's state, and masters, leave for the host."""
         stage = self.stage
         assert stage.optimizer is not None
-        trained = sum(p.nbytes for p in stage.model.parameters() if p.requires_grad)
         host = HostOptimizer(
             stage.model,
             stage.optimizer,
@@ -320,7 +342,7 @@ class Applied:
                 disk_share=choices.disk_share,
                 gpu_share=choices.gpu_share,
                 keep_gradients=choices.gradient_room,
-                bucket=bucket_bytes(trained),
+                bucket=self._bucket(),
                 ahead=choices.state_ahead,
                 early=choices.state_early,
             ),

@@ -269,8 +269,8 @@ class Run:
     def undo(self) -> None:
         """Take the plan back; model and optimizer keep what they learned.
 
-        Where host memory has no room for what the optimizer has on the disk, that is said and the
-        run can go on: it can be saved.
+        Where host memory has no room for what is on the disk, that is said and the run can go on:
+        it can be saved.
         """
         if self._undo is not None and self._stage.host is not None:
             self._stage.host.check_undo()
@@ -411,9 +411,9 @@ def fit(
     a while where there is more. It also plans for longer batches when they come.
 
     The plan leaves room for `prefetch` batches that `run.batches` puts on the device ahead. What
-    leaves the GPU stays inside the host memory that is free; optimizer state, masters and what
-    blocks save with no room there wait on the disk of the folder `disk`, by default that of $TMPDIR
-    or else of /var/tmp.
+    leaves the GPU stays inside the host memory that is free; optimizer state, masters, weights and
+    what blocks save with no room there wait on the disk of the folder `disk`, by default that of
+    $TMPDIR or else of /var/tmp.
     """
     job = Job(model, loss, optimizer, batch, **options)
     _refuse_own_changes(job)

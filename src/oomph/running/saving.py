@@ -97,9 +97,9 @@ def save(now: Situation, folder: Path, *, keep: int) -> Path:
 
 
 def plain_model_state(stage: Stage) -> dict[str, Any]:
-    """The model's state dict, as it would be without a plan."""
+    """The model's state dict, as it would be without a plan; see `Stage.model_state`."""
     masters = stage.masters
-    state: dict[str, Any] = dict(stage.model.state_dict(keep_vars=True))
+    state = stage.model_state()
     if masters is not None:
         for name, parameter in stage.model.named_parameters(remove_duplicate=False):
             if (master := masters.master_of(parameter)) is not parameter and name in state:
@@ -152,7 +152,9 @@ def _take_model_apart(
         (name, value) for name, value in state.items() if name not in shared and name not in extra
     )
     # Parameters lie as their masters do, which may be elsewhere and show nothing of it.
-    laid_out = stage.model.state_dict(keep_vars=True)
+    laid_out = stage.model_state()
+    if (host := stage.host) is not None:
+        laid_out |= {name: host.lies_as(laid_out[name]) for name in tensors}
     return {
         "names": list(state),
         "shared": shared,

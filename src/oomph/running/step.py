@@ -55,11 +55,19 @@ class Stage:
         if self.host is not None:
             self.host.settle()
 
+    def model_state(self) -> dict[str, Any]:
+        """The model's state dict; its tensors are those in use, or stand for them."""
+        with self._left_on_disk():
+            return dict(self.model.state_dict(keep_vars=True))
+
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state dict; its tensors are those in use, or stand for them."""
         assert self.optimizer is not None, "a job without an optimizer is only evaluated"
-        with self.host.state_left_on_disk() if self.host is not None else contextlib.nullcontext():
+        with self._left_on_disk():
             return self.optimizer.state_dict()
+
+    def _left_on_disk(self) -> AbstractContextManager[None]:
+        return self.host.state_left_on_disk() if self.host is not None else contextlib.nullcontext()
 
     check: Callable[[Tensor | None], None] | None = None
     """Given the loss when all gradients are there, before the optimizer steps; may raise."""

@@ -8,7 +8,6 @@ shows a stand-in: of its shape and type, and not a number.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from oomph.host.link import Copy
 from oomph.host.slots import OpenSlots, SlotStore
-from oomph.techniques.host_tensors import gpu_like
+from oomph.techniques.host_tensors import StandIns, gpu_like
 from oomph.techniques.optimizer_twin import State
 from oomph.techniques.step_buckets import Piece, Trained, pieces_of
 
@@ -93,9 +92,7 @@ class DiskState:
         #: By slot: the last copy to it, until it is known to be on the disk.
         self._puts: dict[int, Copy] = {}
         self._sent: set[int] = set()
-        self._stand_ins: dict[tuple[Trained, str], Tensor] = {}
-        #: By the storage of a stand-in, which is never freed before this.
-        self._stands_for: dict[int, tuple[Trained, str]] = {}
+        self._stand_ins: StandIns[tuple[Trained, str]] = StandIns()
 
     def __contains__(self, trained: object) -> bool:
         return trained in self._pieces
@@ -158,16 +155,12 @@ class DiskState:
 
     def stand_in(self, trained: Trained, name: str) -> Tensor:
         """What is shown for a tensor: memory for one number that nobody takes for one."""
-        key = trained, name
-        if key not in self._stand_ins:
-            number = torch.full((), math.nan, dtype=self._types[trained][name], device="cpu")
-            self._stand_ins[key] = number.expand(trained.like.shape)
-            self._stands_for[number.untyped_storage()._cdata] = key
-        return self._stand_ins[key]
+        dtype = self._types[trained][name]
+        return self._stand_ins.of((trained, name), trained.like.shape, dtype)
 
     def numbers(self, tensor: Tensor) -> Tensor:
         """What a tensor stands for: itself, unless what it shows is a stand-in."""
-        found = self._stands_for.get(tensor.untyped_storage()._cdata)
+        found = self._stand_ins.find(tensor)
         if found is None:
             return tensor
         trained, name = found

@@ -23,10 +23,11 @@ How it is called, in each step:
             loss.backward()
     host.step()
 
-Weights that are on the host themselves (`StreamedWeights`) come and go as masters do: nothing of
-them is written on the GPU. With masters it is the GPU that rounds them. A block is fetched for the
-next forward when its weights have been stepped and have arrived; where they are stepped only then,
-they are put in place on the GPU, and not fetched.
+Weights that are on the host or on the disk themselves (`StreamedWeights`) come and go as masters
+do: nothing of them is written on the GPU. With masters it is the GPU that rounds them. A block is
+fetched for the next forward when its weights have been stepped and have arrived; where they are
+stepped only then, they are put in place on the GPU, and not fetched. Those on the disk are never
+stepped by the host's cores.
 
 `step` clips, unscales, updates the scaler and forgets the gradients. Before anybody else looks at
 weights or state, `settle` completes what is under way.
@@ -183,7 +184,7 @@ class HostOptimizer:
             weights=weights,
             rounded=self._note_rounded,
         )
-        self._streamed = StreamedStep(parts)
+        self._streamed = StreamedStep(parts, inside=not self.defers)
         self._host = HostStep(parts)
         self._first_use = FirstUse(
             model, repeated_blocks(model) if blocks is None else blocks, self._before_unit
@@ -266,27 +267,43 @@ class HostOptimizer:
 
     @contextlib.contextmanager
     def state_left_on_disk(self) -> Iterator[None]:
-        """While active, a state dict has stand-ins for what is on the disk; see `numbers`."""
+        """While active, state dicts have stand-ins for what is on the disk; see `numbers`.
+
+        That of the optimizer, and that of the model where weights are there.
+        """
         self._shows_disk = False
+        weights = self._weights
         try:
-            yield
+            with weights.left_on_disk() if weights is not None else contextlib.nullcontext():
+                yield
         finally:
             self._shows_disk = True
 
     def numbers(self, tensor: Tensor) -> Tensor:
         """What a tensor of a state dict, or a master, stands for: itself, if not on the disk."""
+        found = self._weights.stands_for(tensor) if self._weights is not None else None
+        if self._weights is not None and found is not None:
+            return self._weights.numbers(found)
         return self._disk.numbers(tensor) if self._disk is not None else tensor
+
+    def lies_as(self, tensor: Tensor) -> Tensor:
+        """A tensor that lies in memory as what a tensor of the model's state dict stands for."""
+        found = self._weights.stands_for(tensor) if self._weights is not None else None
+        if self._weights is not None and found is not None:
+            return self._weights.host_weight(found)
+        return tensor
 
     def _show_all(self) -> None:
         self.settle()
         if self._disk is not None and self._shows_disk:
-            self._check_room("showing what the optimizer has on the disk")
+            check_host_memory(self._hidden_bytes, "showing what the optimizer has on the disk")
             self._state.show()
             self._host_masters.show_numbers()
 
-    def _check_room(self, what: str) -> None:
-        """Refuse to bring more from the disk than host memory has room for."""
-        check_host_memory(self._state.hidden_bytes + self._host_masters.hidden_bytes, what)
+    @property
+    def _hidden_bytes(self) -> int:
+        """Host memory that it takes to show what the optimizer has on the disk."""
+        return self._state.hidden_bytes + self._host_masters.hidden_bytes
 
     def abandon(self) -> None:
         """Drop the gradients of a batch that is not to be stepped; a step under way goes on."""
@@ -300,8 +317,11 @@ class HostOptimizer:
 
     def check_undo(self) -> None:
         """Refuse, before anything is undone, to bring back what host memory has no room for."""
+        needed = self._weights.back_bytes if self._weights is not None else 0
         if self._disk is not None and any(self._home_of(t).type == "cpu" for t in self._trained):
-            self._check_room("undoing what keeps the optimizer on the disk (saving it does not)")
+            needed += self._hidden_bytes
+        if needed:
+            check_host_memory(needed, "undoing what is on the disk (saving it does not)")
 
     def undo(self) -> None:
         """State and masters are where the plain optimizer has them; to be called before `weights`'.
@@ -382,7 +402,8 @@ class HostOptimizer:
         unit_of = self._first_use.freeze()
         places = {leaf: at for at, leaf in enumerate(unit_of)}
         ordered = sorted(self._trained, key=lambda trained: places.get(trained.leaf, -1))
-        bound = {t for t in ordered if t in self._staying or t in (self._disk or ())}
+        on_gpu_or_disk = (self._staying, self._disk or ())
+        bound = {t for t in ordered if t.cuts or any(t in some for some in on_gpu_or_disk)}
         streamed, on_host = _split(ordered, self._placement.host_share, bound)
         for trained in on_host:
             self._host.make_room(trained)
@@ -874,7 +895,13 @@ def _find_trained(
     if weights is not None:
         away.update((p, weights.host_weight(p)) for p in weights.parameters)
     found = [
-        Trained(leaf=leaf, owned=owned, group=at, away=away.get(leaf))
+        Trained(
+            leaf=leaf,
+            owned=owned,
+            group=at,
+            away=away.get(leaf),
+            cuts=weights.cuts(leaf) if weights is not None else (),
+        )
         for at, group in enumerate(optimizer.param_groups)
         for owned in group["params"]
         if (leaf := masters.leaf_of(owned) if masters is not None else owned).requires_grad

@@ -1,15 +1,48 @@
 """Host memory for what a step needs of each parameter: its state, its master, its gradient.
 
 Tensors there have the parameter's shape and lie as it does, so that pieces of one fit pieces of the
-other.
+other. What has no memory there at all may have a stand-in.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from oomph.host.link import Link
+
+_Key = TypeVar("_Key")
+
+
+class StandIns(Generic[_Key]):
+    """Tensors that show one number, which nobody takes for one, in place of what is elsewhere."""
+
+    def __init__(self) -> None:
+        self._stand_ins: dict[_Key, Tensor] = {}
+        #: By the storage of a stand-in, which is never freed before this.
+        self._stands_for: dict[int, _Key] = {}
+
+    def of(self, key: _Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The stand-in for this, always the same."""
+        if key not in self._stand_ins:
+            number = no_number(dtype, torch.device("cpu"))
+            self._stand_ins[key] = number.expand(shape)
+            self._stands_for[number.untyped_storage()._cdata] = key
+        return self._stand_ins[key]
+
+    def find(self, tensor: Tensor) -> _Key | None:
+        """What a tensor stands for, if it is one of these."""
+        return self._stands_for.get(tensor.untyped_storage()._cdata)
+
+
+def no_number(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A NaN, where a type has one: whoever looks at it sees that something is wrong."""
+    nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=torch.float32, device=device).to(dtype)
 
 
 def host_tensor(link: Link, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -26,7 +26,11 @@ class Trained:
     group: int
     """Which of the optimizer's groups it is in."""
     away: Tensor | None = None
-    """The weights themselves, where they are on the host and the leaf shows none of them."""
+    """The weights themselves, where they are on the host and the leaf shows none of them; a tensor
+    without numbers where they are on the disk."""
+    cuts: tuple[range, ...] = ()
+    """Where its weights are on the disk: the elements of each of their pieces there, which are
+    stepped one by one."""
 
     @property
     def like(self) -> Tensor:
@@ -109,17 +113,26 @@ def last_of(buckets: Sequence[Bucket]) -> dict[Trained, int]:
 
 def pieces_of(trained: Trained, nbytes: int, *, may_cut: bool = True) -> list[Piece]:
     """A parameter in pieces of at most `nbytes`, or whole where it may not be cut."""
-    most, count = nbytes // trained.owned.element_size(), trained.leaf.numel()
-    step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
-    if not may_cut or count <= max(most, step) or not trained.like.is_contiguous():
-        return [Piece(trained=trained, start=0, stop=count, is_whole=True, is_last=True)]
+    size = trained.owned.element_size()
+    cuts = trained.cuts or cuts_of(trained.like, size, nbytes, may_cut=may_cut)
     return [
         Piece(
             trained=trained,
-            start=start,
-            stop=min(start + step, count),
-            is_whole=False,
-            is_last=start + step >= count,
+            start=elements.start,
+            stop=elements.stop,
+            is_whole=len(cuts) == 1,
+            is_last=elements is cuts[-1],
         )
-        for start in range(0, count, step)
+        for elements in cuts
     ]
+
+
+def cuts_of(
+    parameter: Tensor, size: int, nbytes: int, *, may_cut: bool = True
+) -> tuple[range, ...]:
+    """The elements of each piece of a parameter, whose elements are stepped as `size` bytes."""
+    most, count = nbytes // size, parameter.numel()
+    step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
+    if not may_cut or count <= max(most, step) or not parameter.is_contiguous():
+        return (range(count),)
+    return tuple(range(start, min(start + step, count)) for start in range(0, count, step))

@@ -24,6 +24,12 @@ class StepParts:
     masters: Mapping[Trained, Tensor]
     """In host memory, of the parameters that have one there."""
     weights: StreamedWeights | None
-    """Those that are on the host themselves."""
+    """Those that are on the host or on the disk themselves."""
     rounded: Callable[[Tensor], None]
     """Is told of each parameter whose master was stepped."""
+
+    @property
+    def away_weights(self) -> StreamedWeights:
+        """The same, where some are known to be there."""
+        assert self.weights is not None
+        return self.weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,15 +30,19 @@ class _Visit:
 
     state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
     stepped: dict[Piece, Tensor] = field(default_factory=dict)
-    """Masters, and weights that are on the host themselves."""
+    """Masters, and weights that are on the host or on the disk themselves."""
     copy: Copy = field(default_factory=DoneCopy)
 
 
 class StreamedStep:
-    """Steps buckets on the GPU; what was stepped of weights on the host goes back there."""
+    """Steps buckets on the GPU; what was stepped of weights on the host goes back there.
 
-    def __init__(self, parts: StepParts) -> None:
+    Where steps are made `inside` backward, weights of the disk are there already with their block.
+    """
+
+    def __init__(self, parts: StepParts, *, inside: bool = False) -> None:
         self._parts = parts
+        self._inside = inside
         self._link = parts.link
         self._twin = OptimizerTwin(parts.optimizer)
         self._visits: dict[Bucket, _Visit] = {}
@@ -62,6 +66,8 @@ class StreamedStep:
             if (home := self._home(piece.trained)) is not None:
                 visit.stepped[piece] = gpu_like(piece.of(home), device)
                 pairs.append((piece.of(home), visit.stepped[piece]))
+            elif _steps_cold_weights(piece):
+                visit.stepped[piece] = gpu_like(piece.of(piece.trained.like), device)
             from_disk[piece] = self._parts.state.room_from_disk(piece, device)
             visit.state[piece] |= from_disk[piece]
             if MASTER in visit.state[piece]:
@@ -72,6 +78,8 @@ class StreamedStep:
             for piece, room in from_disk.items()
             for copy in self._parts.state.from_disk(piece, room)
         ]
+        if not self._inside:
+            begun += self._bring_weights(visit, bucket.pieces)
         visit.copy = _together(self._link.to_gpu_all(pairs), begun)
         self._visits[bucket] = visit
 
@@ -106,6 +114,9 @@ class StreamedStep:
         copy.wait()
         given = {p: p.of(gradients[p.trained]) for p in bucket.pieces if p.trained in gradients}
         given |= came
+        if self._inside:
+            for brought in self._bring_weights(visit, given):
+                brought.wait()
         stepped: dict[Piece, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         sent: list[Copy] = []
@@ -133,9 +144,17 @@ class StreamedStep:
                 sent += self._parts.state.to_disk(piece, {**state, MASTER: tensor})
         self._leaving.append(_together(self._leave(stepped, pairs), sent))
 
+    def _bring_weights(self, visit: _Visit, pieces: Iterable[Piece]) -> list[Copy]:
+        """Begin to bring what is on the disk of weights that are stepped themselves."""
+        cold = [piece for piece in pieces if _steps_cold_weights(piece)]
+        if not cold:
+            return []
+        bring = self._parts.away_weights.bring
+        return [bring(piece.trained.leaf, piece.start, visit.stepped[piece]) for piece in cold]
+
     def _leave(self, stepped: Mapping[Piece, Tensor], state: Pairs) -> Copy:
         """Put what was stepped where it belongs."""
-        pairs, reads = list(state), []
+        pairs, reads, sent = list(state), [], []
         away: dict[Piece, Tensor] = {}
         for piece, tensor in stepped.items():
             trained = piece.trained
@@ -146,22 +165,29 @@ class StreamedStep:
                     piece.of(trained.leaf).copy_(tensor)
                 self._parts.rounded(trained.owned)
             if trained.away is not None:
-                assert self._parts.weights is not None
                 away[piece] = tensor.to(trained.leaf.dtype)
-                pairs.append((away[piece], piece.of(trained.away)))
-                reads += self._parts.weights.before_write(trained.leaf)
-        if not pairs:
-            return DoneCopy()
-        copy = self._last_copy = self._link.to_host_all(pairs, reads)
-        for piece, weights in away.items():
-            assert self._parts.weights is not None
-            self._parts.weights.written(piece.trained.leaf, [copy])  # and all before it
-            self._parts.weights.put(piece.trained.leaf, piece.of, weights)
-        return copy
+                if trained.cuts:
+                    sent.append(
+                        self._parts.away_weights.send(trained.leaf, piece.start, away[piece])
+                    )
+                else:
+                    pairs.append((away[piece], piece.of(trained.away)))
+                    reads += self._parts.away_weights.before_write(trained.leaf)
+        copy: Copy = DoneCopy()
+        if pairs:
+            copy = self._last_copy = self._link.to_host_all(pairs, reads)
+        for piece, rounded in away.items():
+            # And all before it; what is on the disk keeps its own order.
+            after = [copy] if not piece.trained.cuts else []
+            self._parts.away_weights.written(piece.trained.leaf, after)
+            self._parts.away_weights.put(piece.trained.leaf, piece.of, rounded)
+        return _together(copy, sent)
 
     def _home(self, trained: Trained) -> Tensor | None:
         """What of a parameter is in host memory and is stepped: its master, or its weights."""
-        return self._parts.masters.get(trained) if trained.has_master else trained.away
+        if trained.has_master:
+            return self._parts.masters.get(trained)
+        return trained.away if not trained.cuts else None
 
     def release(self, most: int = 0) -> None:
         """Wait for the buckets on their way to the host, but for the last `most`."""
@@ -185,6 +211,12 @@ class StreamedStep:
             self._last_copy.finish()
             self._last_copy = None
         self._parts.state.finish()
+        if self._parts.weights is not None:
+            self._parts.weights.finish_puts()
+
+
+def _steps_cold_weights(piece: Piece) -> bool:
+    return bool(piece.trained.cuts) and not piece.trained.has_master
 
 
 def _together(copy: Copy, others: list[Copy]) -> Copy:

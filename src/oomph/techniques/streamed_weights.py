@@ -7,8 +7,9 @@ each backward and in each token that is generated. A wrong guess costs time, nev
 Parameters stay the same objects. While a block is not here, each of its parameters shows one NaN in
 place of all its numbers: whoever looks at it then sees that something is wrong, and whoever writes
 to it gets an error. What is loaded into the model, saved from it or copied with it are the host's
-numbers. Blocks whose weights have no room on the host have them on the disk (`cold_weights`): these
-are only read from then on, by forwards and by whoever saves or copies the model.
+numbers. Blocks whose weights have no room on the host have them on the disk (`cold_weights`). Those
+are only read from then on, by forwards and by whoever saves or copies the model; or, where they are
+trained, written piece by piece as they are stepped.
 
 What autograd saves of a weight, as it is, as a view or as autocast's copy of it, becomes a note of
 where in its block it was; backward finds it in the memory that the block then has. So nothing keeps
@@ -21,7 +22,9 @@ activations are offloaded.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +40,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from oomph.errors import BadInput, OomphError
+from oomph.errors import BadInput, DiskDamaged, OomphError
 from oomph.host.limits import check_host_memory
-from oomph.host.link import Copy, Link
-from oomph.techniques.cold_weights import ColdWeights, OnDisk, refuse_to_load
-from oomph.techniques.host_tensors import brought_home
+from oomph.host.link import Copy, DoneCopy, Link
+from oomph.techniques.cold_weights import (
+    BUFFERS,
+    BUFFERS_OF_PIECES,
+    ColdWeights,
+    Cuts,
+    OnDisk,
+    parts_of,
+    refuse_to_load,
+)
+from oomph.techniques.host_tensors import StandIns, brought_home, no_number
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
 from oomph.techniques.weight_blocks import (
@@ -74,7 +85,8 @@ class StreamedWeights:
     They run on `device`, which is where they are now if none is given. A weight that is also used
     outside of the blocks stays where it is; one that several blocks use comes with each of them.
     With `wraps` the blocks ask for their weights at once; else from when `wrap` is called on. Those
-    of the blocks in `on_disk` are there instead of on the host, but for what other blocks use too.
+    of the blocks in `on_disk` are there instead of on the host, but for what other blocks use too,
+    and for small ones that are trained.
     With a `source` the parameters hold no numbers themselves, and will hold none when this is
     undone: it gives those that a parameter is to have.
     """
@@ -107,6 +119,10 @@ class StreamedWeights:
         #: The bytes of parameters on the host that are in no block's slab.
         self._apart: dict[nn.Parameter, Tensor] = {}
         self._cold: ColdWeights | None = None
+        #: Of parameters on the disk that are trained: the elements of each of their pieces there.
+        self._cuts: dict[Tensor, Cuts] = {}
+        self._stand_ins: StandIns[nn.Parameter] = StandIns()
+        self._shows_disk = True
         #: Who must be done before the host's numbers of a parameter are what they should be.
         self._writes: dict[Tensor, list[Copy]] = {}
         #: How often the host's numbers of a parameter were changed.
@@ -156,24 +172,47 @@ class StreamedWeights:
         return tuple(unit.path for unit in self._units if unit.cold_bytes)
 
     def host_weight(self, parameter: nn.Parameter) -> Tensor:
-        """The host's numbers of a parameter; to write to them, see `before_write`."""
-        return self._hosts[parameter]
+        """The host's numbers of a parameter; to write to them, see `before_write`.
+
+        Of one that is on the disk, a tensor without numbers that lies as it does.
+        """
+        if parameter in self._hosts:
+            return self._hosts[parameter]
+        return self._units_with(parameter)[0].places[parameter].like
+
+    def cuts(self, parameter: Tensor) -> Cuts:
+        """The elements of each piece of a parameter on the disk; none if it is on the host."""
+        if parameter in self._origins and parameter not in (self._hosts.keys() | self._cuts.keys()):
+            raise BadInput("weights on the disk that are only read cannot be trained")
+        return self._cuts.get(parameter, ())
 
     def numbers(self, parameter: nn.Parameter) -> Tensor:
         """What a parameter's numbers are: those of the host, or read from the disk."""
         if parameter in self._hosts:
             return self._hosts[parameter]
-        (unit,) = self._units_with(parameter)
-        assert self._cold is not None
-        place, saving = unit.places[parameter], self._cold.saving.get(unit.path)
+        unit, place, cold = self._on_disk(parameter)
+        saving = cold.saving.get(unit.path)
         if saving is not None:
             return place.view(saving)
         with _plainly():
-            return place.view(self._cold.read(unit.path)).clone()
+            return dataclasses.replace(place, offset=0).view(cold.read(unit.path, place.span))
+
+    @contextlib.contextmanager
+    def left_on_disk(self) -> Iterator[None]:
+        """While active, a state dict has stand-ins for what is on the disk."""
+        self._shows_disk = False
+        try:
+            yield
+        finally:
+            self._shows_disk = True
+
+    def stands_for(self, tensor: Tensor) -> nn.Parameter | None:
+        """The parameter that a stand-in of a state dict is there for; None for all else."""
+        return self._stand_ins.find(tensor)
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the numbers of a parameter are on the host."""
-        return parameter in self._hosts
+        """Whether the numbers of a parameter are on the host or on the disk."""
+        return parameter in self._origins
 
     def wrap(self) -> Undo:
         """Have the blocks ask for their weights; undo it before anything below it is changed.
@@ -229,11 +268,36 @@ class StreamedWeights:
         piece(place.view(arrival.memory)).copy_(numbers)
         arrival.missing[parameter] -= numbers.nbytes
 
+    def bring(self, parameter: Tensor, start: int, target: Tensor) -> Copy:
+        """Begin to bring the piece of a parameter on the disk that begins at this element.
+
+        What its block has on the GPU need not come from the disk.
+        """
+        unit, place, cold = self._on_disk(parameter)
+        at = place.byte_of(start)
+        flat = target.as_strided((target.numel(),), (1,))
+        if unit.is_here and not cold.was_put_since(unit.puts, unit.path, at):
+            assert unit.memory is not None
+            flat.copy_(unit.memory[at : at + target.nbytes].view(target.dtype))
+            return DoneCopy()
+        following = functools.partial(self._cold_after, unit, _Phase.FORWARD)
+        return cold.get_part(unit.path, at, flat, following)
+
+    def send(self, parameter: Tensor, start: int, numbers: Tensor) -> Copy:
+        """Let new numbers of such a piece leave for the disk; see `written` and `put`."""
+        unit, place, cold = self._on_disk(parameter)
+        flat = numbers.as_strided((numbers.numel(),), (1,))
+        return cold.put(unit.path, place.byte_of(start), flat)
+
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, numbers: Tensor) -> None:
         """Give a parameter other numbers, at once."""
         self.settle()
-        self._hosts[parameter].copy_(numbers)
+        if parameter in self._hosts:
+            self._hosts[parameter].copy_(numbers)
+        else:
+            unit, place, cold = self._on_disk(parameter)
+            cold.write(unit.path, place, numbers.to(place.dtype))
         self.written(parameter)
 
     def ask_before_reading(self, may_read: MayRead | None) -> None:
@@ -259,6 +323,20 @@ class StreamedWeights:
         writes, self._writes = self._writes, {}  # an error of theirs is told once
         for write in (write for several in writes.values() for write in several):
             write.finish()
+        self.finish_puts()
+
+    def finish_puts(self) -> None:
+        """Wait until all that was sent to the disk is there; raises what went wrong."""
+        if self._cold is not None:
+            self._cold.finish()
+
+    @property
+    def back_bytes(self) -> int:
+        """Host memory that `undo` takes for what is on the disk."""
+        cold = [unit for unit in self._units if unit.cold_bytes]
+        parameters = [p for unit in cold for p in unit.places if unit.is_cold(p)]
+        to_host = sum(p.nbytes for p in parameters if self._origins[p].type == "cpu")
+        return to_host + max((unit.cold_bytes for unit in cold), default=0)
 
     def origin(self, parameter: Tensor) -> torch.device:
         """Where a parameter was before, and will be again."""
@@ -284,6 +362,8 @@ class StreamedWeights:
         if self._cold is not None:
             self._cold.close()
         self._cold = None
+        self._cuts.clear()
+        self._stand_ins = StandIns()
         self._apart.clear()
         self._hosts.clear()
         self._origins.clear()
@@ -301,25 +381,34 @@ class StreamedWeights:
     ) -> None:
         """Take some blocks' weights to the disk, one block after the other."""
         used = Counter(p for module in modules.values() for p in module.parameters())
+
+        def goes(parameter: nn.Parameter) -> bool:
+            return parameter in streamed and used[parameter] == 1 and on_disk.takes(parameter)
+
         cold = {path: modules[path] for path in modules if path in set(on_disk.blocks)}
-        own = {
-            path: lay_out(p for p in module.parameters() if p in streamed and used[p] == 1)
-            for path, module in cold.items()
-        }
-        sizes = {path: end_of(places.values()) for path, places in own.items() if places}
-        if not sizes:
+        own = {path: lay_out(filter(goes, module.parameters())) for path, module in cold.items()}
+        own = {path: places for path, places in own.items() if places}
+        if not own:
             return
-        self._cold = ColdWeights(sizes, on_disk.open_slots)
-        for path in sizes:
+        if on_disk.cut is None:
+            whole = {path: [range(end_of(places.values()))] for path, places in own.items()}
+            self._cold = ColdWeights(whole, on_disk.open_slots, BUFFERS)
+        else:
+            self._cuts = {p: on_disk.cut(p) for places in own.values() for p in places}
+            pieces = {path: parts_of(places, self._cuts) for path, places in own.items()}
+            self._cold = ColdWeights(pieces, on_disk.open_slots, BUFFERS_OF_PIECES)
+        for path in own:
             for parameter in cold[path].parameters():
-                if parameter in streamed and used[parameter] > 1 and parameter not in self._hosts:
+                apart = parameter in streamed and not goes(parameter)
+                if apart and parameter not in self._hosts:
                     self._keep_apart(parameter)
-        staging = self._link.host_memory(max(sizes.values()))
-        for path in sizes:
+        largest = max(end_of(places.values()) for places in own.values())
+        staging = self._link.host_memory(largest) if on_disk.cut is None else None
+        for path in own:
             self._move_out(path, cold[path], streamed, staging)
 
     def _keep_apart(self, parameter: nn.Parameter) -> None:
-        """Take a weight to the host that a block of the disk shares with others."""
+        """Take a weight to the host that a block of the disk has, but not there."""
         place = Place.of(parameter, 0)
         self._apart[parameter] = self._link.host_memory(place.nbytes)
         there = place.view(self._apart[parameter])
@@ -334,27 +423,18 @@ class StreamedWeights:
         streamed: set[nn.Parameter],
         staging: Tensor | None = None,
     ) -> None:
-        """Take a block's weights to the host; with `staging`, through that to the disk."""
+        """Take a block's weights to the host, or to the disk: through `staging`, if there is."""
         mine = [parameter for parameter in module.parameters() if parameter in streamed]
         mine.sort(key=lambda parameter: parameter in self._hosts)  # own ones first, as in the slab
         places = lay_out(mine)
         own = {p: place for p, place in places.items() if p not in self._hosts}
         nbytes = end_of(own.values())
-        slab = self._link.host_memory(nbytes) if staging is None else staging[:nbytes]
-        there = {parameter: place.view(slab) for parameter, place in own.items()}
-        copies: list[Copy] = []
-        try:
-            for parameter, target in there.items():
-                copies.append(self._link.to_host(self._given(parameter), target))
-        finally:
-            for copy in copies:
-                copy.finish()
-        if staging is None:
-            self._hosts |= there
+        is_cold = self._cold is not None and path in self._cold
+        slab = self._link.host_memory(0 if is_cold else nbytes)
+        if is_cold:
+            self._take_to_disk(path, own, staging)
         else:
-            assert self._cold is not None
-            self._cold.write(path, slab)
-            slab = self._link.host_memory(0)
+            self._hosts |= self._copied_out(own, slab)
         self._origins |= {parameter: parameter.device for parameter in own}
         unit = Unit(
             path=path,
@@ -365,12 +445,38 @@ class StreamedWeights:
             borrowed=[
                 (self._bytes_on_host(p), place) for p, place in places.items() if p not in own
             ],
-            cold_bytes=nbytes if staging is not None else 0,
+            cold_bytes=nbytes if is_cold else 0,
         )
         self._units.append(unit)
         for parameter in places:
             self._using.setdefault(parameter, []).append(unit)
             self._hide(parameter)
+
+    def _copied_out(
+        self, own: Mapping[nn.Parameter, Place], slab: Tensor
+    ) -> dict[nn.Parameter, Tensor]:
+        """Weights in their places of host memory."""
+        there = {parameter: place.view(slab) for parameter, place in own.items()}
+        copies: list[Copy] = []
+        try:
+            for parameter, target in there.items():
+                copies.append(self._link.to_host(self._given(parameter), target))
+        finally:
+            for copy in copies:
+                copy.finish()
+        return there
+
+    def _take_to_disk(
+        self, path: str, own: Mapping[nn.Parameter, Place], staging: Tensor | None
+    ) -> None:
+        assert self._cold is not None
+        if staging is not None:
+            slab = staging[: end_of(own.values())]
+            self._copied_out(own, slab)
+            self._cold.put(path, 0, slab).finish()
+        else:
+            for parameter, place in own.items():
+                self._cold.write(path, place, self._given(parameter))
 
     def _given(self, parameter: nn.Parameter) -> Tensor:
         """The numbers that a parameter is to have."""
@@ -389,19 +495,19 @@ class StreamedWeights:
             parameter.__dict__["__deepcopy__"] = copied
         cold = {p for p in self._origins if p not in self._hosts}
         for module in model.modules():
-            if cold and not cold.isdisjoint(module.parameters()):
+            if not cold.isdisjoint(module.parameters()) and not self._cuts:
                 self._handles.append(refuse_to_load(module))
             own = {n: p for n, p in module._parameters.items() if p in self._origins}
             if own:
                 self._show_host_to(module, own)
         for unit in self._units:
-            if unit.cold_bytes and self._cold is not None:
+            if unit.cold_bytes and self._cold is not None and not self._cuts:
                 self._handles += self._cold.read_once_when_saved(unit.path, unit.module)
 
     def _show_host_to(self, owner: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
         """What is saved of a module's own parameters, or loaded into them, are the host's.
 
-        Of those on the disk it is what the disk has, and nothing is loaded.
+        Of those on the disk it is what the disk has.
         """
 
         def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -409,20 +515,23 @@ class StreamedWeights:
                 self.settle()
                 for name, parameter in own.items():
                     if prefix + name in state and parameter is not None:
-                        state[prefix + name] = self.numbers(parameter)
+                        state[prefix + name] = self._saved(parameter)
 
         def before_load(module: nn.Module, *_: Any) -> None:
             if module is owner:
                 self.settle()
                 for parameter in own.values():
                     if parameter is not None:
-                        parameter.data = self._hosts[parameter]
+                        parameter.data = self._loaded_into(parameter)
                         self._versions[parameter] += 1
 
         def after_load(module: nn.Module, _: Any) -> None:
             if module is owner:
                 for parameter in own.values():
                     if parameter is not None:
+                        if parameter in self._cuts:
+                            unit, place, cold = self._on_disk(parameter)
+                            cold.write(unit.path, place, parameter.data)
                         self._hide(parameter)
 
         self._handles += [
@@ -430,6 +539,18 @@ class StreamedWeights:
             owner.register_load_state_dict_pre_hook(before_load),
             owner.register_load_state_dict_post_hook(after_load),
         ]
+
+    def _saved(self, parameter: nn.Parameter) -> Tensor:
+        if self._shows_disk or parameter in self._hosts:
+            return self.numbers(parameter)
+        return self._stand_ins.of(parameter, parameter.shape, parameter.dtype)
+
+    def _loaded_into(self, parameter: nn.Parameter) -> Tensor:
+        """Host memory with a parameter's numbers, that others may be loaded into."""
+        try:
+            return self.numbers(parameter)
+        except DiskDamaged:  # then others are what is wanted
+            return no_number(parameter.dtype, torch.device("cpu")).expand(parameter.shape).clone()
 
     def _all_brought_back(self) -> dict[nn.Parameter, Tensor]:
         back = {parameter: self._brought_back(parameter) for parameter in self._hosts}
@@ -445,19 +566,14 @@ class StreamedWeights:
     def _back_from_disk(self) -> dict[nn.Parameter, Tensor]:
         """The numbers that are on the disk, where they were before."""
         back: dict[nn.Parameter, Tensor] = {}
-        cold = [unit for unit in self._units if unit.cold_bytes]
-        parameters = [p for unit in cold for p in unit.places if p not in self._hosts]
-        if self._cold is None or not parameters:
+        if self._cold is None:
             return back
-        to_host = sum(p.nbytes for p in parameters if self._origins[p].type == "cpu")
-        block = max(unit.cold_bytes for unit in cold)
-        check_host_memory(to_host + block, "bringing weights back from the disk")
-        for unit in cold:
+        check_host_memory(self.back_bytes, "bringing weights back from the disk")
+        for unit in (unit for unit in self._units if unit.cold_bytes):
             memory = self._cold.read(unit.path)
-            for parameter in unit.places:
-                if parameter not in self._hosts:
-                    numbers = unit.places[parameter].view(memory)
-                    back[parameter] = numbers.to(self._origins[parameter], copy=True)
+            for parameter in filter(unit.is_cold, unit.places):
+                numbers = unit.places[parameter].view(memory)
+                back[parameter] = numbers.to(self._origins[parameter], copy=True)
         return back
 
     def _brought_back(self, parameter: nn.Parameter) -> Tensor:
@@ -525,39 +641,42 @@ class StreamedWeights:
             memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
         after = [write for parameter in arrival.coming for write in self._writes.get(parameter, ())]
         pairs = arrival.copies_into(memory)
-        unit.memory, unit.copies = memory, []
+        unit.memory, unit.copies, unit.from_disk = memory, [], []
         unit.versions = {parameter: self._versions[parameter] for parameter in unit.places}
         self._residents.append(unit)
         self._memories[_storage(memory)] = unit
         try:
-            if unit.cold_bytes:
-                assert self._cold is not None
-                following = functools.partial(self._cold_after, unit)
-                cold = self._cold.get(unit.path, memory[: unit.cold_bytes], following)
-                unit.copies.append(cold)
+            if cold := [unit.places[p].span for p in arrival.coming if unit.is_cold(p)]:
+                assert self._cold is not None and self._moment is not None
+                following = functools.partial(self._cold_after, unit, self._moment.phase)
+                for copy in self._cold.get(unit.path, memory, cold, following):
+                    unit.from_disk.append(copy)
+            if self._cold is not None:
+                unit.puts = self._cold.puts
             for source, target in pairs:
                 unit.copies.append(self._link.to_gpu(source, target, after))
         except BaseException:
             self._drop(unit)  # a part of it must not be taken for the whole
             raise
 
-    def _cold_after(self, unit: Unit) -> list[str]:
+    def _cold_after(self, unit: Unit, phase: _Phase) -> list[str]:
         """The blocks of the disk that will run after this one, each once, as far as is known."""
-        assert self._moment is not None
-        following: _Moment | None = _Moment(unit, self._moment.phase)
+        following: _Moment | None = _Moment(unit, phase)
         seen: dict[_Moment, None] = {}
         while following is not None and following not in seen:
             seen[following] = None
             following = self._follows.get(following) or self._default(following)
-        expected = (moment.unit for moment in seen if moment.unit.cold_bytes)
-        return [path for path in dict.fromkeys(u.path for u in expected) if path != unit.path]
+        # Where forward turns back, the first ones are here already.
+        expected = itertools.dropwhile(_is_resident, (moment.unit for moment in seen))
+        paths = dict.fromkeys(one.path for one in expected if one.cold_bytes)
+        return [path for path in paths if path != unit.path]
 
     def _show(self, unit: Unit) -> None:
         """Let the block's parameters be what came; the computing stream waits for it."""
         assert unit.memory is not None
         if not unit.is_here:
             try:
-                for copy in unit.copies:
+                for copy in (*unit.copies, *unit.from_disk):
                     copy.wait()
             except BaseException:
                 self.leave_gpu()  # others may have failed to come, too: all are read again
@@ -575,12 +694,15 @@ class StreamedWeights:
         if not unit.is_here:
             # Before another op gets the memory; whoever needs what did not come will hear why.
             unit.copies = [copy for copy in unit.copies if _came(copy)]
+            for copy in unit.from_disk:
+                _came(copy)
         for parameter in unit.places:
             if self._shown.get(parameter) is unit:
                 self._hide(parameter)
         del self._memories[_storage(unit.memory)]
         self._residents.remove(unit)
-        unit.memory, unit.is_here, unit.is_outdated = None, False, False
+        unit.memory, unit.from_disk = None, []
+        unit.is_here = unit.is_outdated = False
 
     def _drop_outdated(self) -> None:
         for unit in [unit for unit in self._residents if unit.is_outdated]:
@@ -591,13 +713,17 @@ class StreamedWeights:
         dtype = parameter.dtype
         with _plainly():
             if dtype not in self._placeholders:
-                nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-                scalar = torch.full((), nothing, dtype=torch.float32, device=self._device)
-                self._placeholders[dtype] = scalar.to(dtype)
+                self._placeholders[dtype] = no_number(dtype, self._device)
             parameter.data = self._placeholders[dtype].expand(parameter.shape)
 
     def _units_with(self, parameter: Tensor) -> list[Unit]:
         return self._using.get(parameter, [])
+
+    def _on_disk(self, parameter: Tensor) -> tuple[Unit, Place, ColdWeights]:
+        """The one block of a parameter on the disk, its place there, and all that is there."""
+        (unit,) = self._units_with(parameter)
+        assert self._cold is not None and isinstance(parameter, nn.Parameter)
+        return unit, unit.places[parameter], self._cold
 
     def _runs_backward(self, unit: Unit) -> bool:
         return (
@@ -746,7 +872,7 @@ class _Arrival:
         return [parameter for parameter, nbytes in self.missing.items() if nbytes]
 
     def copies_into(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What must still come from the host, and where it belongs."""
+        """What must still come from the host, not from the disk, and where it belongs."""
         unit = self.unit
         if self.memory is None:
             own = unit.slab.numel()
@@ -755,7 +881,7 @@ class _Arrival:
         lent = {place: source for source, place in unit.borrowed}
         return [
             (lent.get(place, place.bytes_in(unit.slab)), place.bytes_in(memory))
-            for place in (unit.places[parameter] for parameter in self.coming)
+            for place in (unit.places[p] for p in self.coming if not unit.is_cold(p))
         ]
 
 
@@ -833,6 +959,10 @@ def _copied(
     data = alive.numbers(parameter).to(parameter.device, copy=True)
     memo[id(parameter)] = copied = nn.Parameter(data, parameter.requires_grad)
     return copied
+
+
+def _is_resident(unit: Unit) -> bool:
+    return unit.memory is not None
 
 
 def _came(copy: Copy) -> bool:

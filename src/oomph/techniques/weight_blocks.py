@@ -46,9 +46,33 @@ class Place:
         """Where the next parameter begins."""
         return self.offset + -(-self.nbytes // _ALIGNED) * _ALIGNED
 
+    @property
+    def span(self) -> range:
+        """The bytes of the block's memory that it has."""
+        return range(self.offset, self.offset + self.nbytes)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor without numbers that lies as the parameter does."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def byte_of(self, element: int) -> int:
+        """Where in the block's memory one of its elements begins."""
+        return self.offset + element * self.dtype.itemsize
+
     def bytes_in(self, memory: Tensor) -> Tensor:
         """Its part of the block's memory."""
         return memory[self.offset : self.offset + self.nbytes]
+
+    def flat(self, numbers: Tensor) -> Tensor:
+        """A parameter's numbers, one behind the other as they lie in the block's memory."""
+        numbers = numbers.detach()
+        if numbers.stride() != self.stride:
+            lying = torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=numbers.device
+            )
+            numbers = lying.copy_(numbers)
+        return numbers.as_strided((numbers.numel(),), (1,))
 
     def view(self, memory: Tensor) -> Tensor:
         """The parameter in its block's memory, on the host or on the GPU."""
@@ -74,13 +98,21 @@ class Unit:
     memory: Tensor | None = None
     """On the GPU, while the block is here or on its way."""
     copies: list[Copy] = field(default_factory=list)
-    """Those that last brought it to the GPU."""
+    """Those that last brought it to the GPU from the host."""
+    from_disk: list[Copy] = field(default_factory=list)
+    """And those from the disk, until they were waited for."""
+    puts: int = 0
+    """How many puts of weights on the disk there had been by then."""
     is_here: bool = False
     """Whether the computing stream was told to wait for them."""
     versions: dict[nn.Parameter, int] = field(default_factory=dict)
     """Which of the host's numbers came: how often they had been changed by then."""
     is_outdated: bool = False
     """Whether the host has other numbers by now, and only a backward that runs wants these."""
+
+    def is_cold(self, parameter: nn.Parameter) -> bool:
+        """Whether the weights of a parameter are on the disk."""
+        return self.places[parameter].offset < self.cold_bytes
 
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter that this byte of the memory belongs to."""
