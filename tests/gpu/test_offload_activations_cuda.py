@@ -232,6 +232,7 @@ def memory_of_a_step(model: nn.Module) -> tuple[int, int]:
     to 1 MiB of each block, and how much that is depends on what was freed before.
     """
     train(model, [SAMPLES])  # workspaces are there from now on
+    gc.collect()  # else a model that was measured before may go while this one is
     torch.cuda.synchronize()
     before = requested("current")
     torch.cuda.reset_peak_memory_stats()
