@@ -56,10 +56,11 @@ from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.real_clock import RealClock
-from oomph.planning.refining import WORTH_IT, Tried, refine
+from oomph.planning.refining import WORTH_IT, refine
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
+from oomph.planning.trials import FORESEEN, Trials
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.garbage import only_new_garbage
@@ -110,8 +111,6 @@ MOST_CHECKS = 12
 #: How many ways to run blocks are timed for real, at most.
 MOST_TIMED = 4
 
-#: Attempts that the second process makes ahead, at most.
-FORESEEN = 2
 #: What the second process is asked to do with choices.
 HEAR, CHECK, PRICE = "hear", "check", "price"
 
@@ -691,8 +690,8 @@ class Planner:
     def _choose(self) -> tuple[Estimate, Candidate]:
         """The fastest that passes its check; where it is slow for it, with what leaves the GPU."""
         may_leave = self.gpu is not None and self.found.steps_per_parameter and self._like is None
-        likely = self._fastest(self._rooms(), set())
-        if likely is not None and may_leave and self._is_slow(likely.seconds):
+        likely = self._fastest(self._rooms(), set()) if may_leave else None
+        if likely is not None and self._is_slow(likely.seconds):
             self._hear_leaving_beside()
         found = stays = self._check_until_one_fits()
         if may_leave and (found is None or self._is_slow(found[0])):
@@ -742,58 +741,18 @@ class Planner:
         if candidate.choices.optimizer_on == "gpu" or self._like is not None:
             return verdict, candidate
         assert self.gpu is not None and candidate.rehearsed is not None
-        #: By choices: who has them.
-        found = {str(candidate.choices): (verdict, candidate)}
-        #: By the ways to run blocks: a candidate that has them, and its solution.
-        like = {str(candidate.choices.blocks): candidate}
-        #: What came of each attempt: some are made again when others were in between.
-        attempts: dict[str, Tried | None] = {}
-        coming: Sequence[Choices] = ()
-        state = self._state_bytes(candidate.choices)
-
-        def foresee(choices: Sequence[Choices]) -> None:
-            nonlocal coming
-            coming = choices
-
-        def attempt(choices: Choices) -> Tried | None:
-            if str(choices) not in attempts:
-                attempts[str(choices)] = try_out(choices)
-            return attempts[str(choices)]
-
-        def prepared(choices: Choices) -> Candidate:
-            """With room in the blocks for what is known to take it."""
-            before = like[str(choices.blocks)]
-            tried = dataclasses.replace(before, choices=choices)
-            stays = int((choices.gpu_share - before.choices.gpu_share) * state)
-            if stays <= 0 or str(before.choices) not in found:
-                return tried
-            missing = found[str(before.choices)][0].smallest_budget + stays - self._limit(True)
-            return (self._leaner(tried, missing) if missing > 0 else None) or tried
-
-        def try_out(choices: Choices) -> Tried | None:
-            verdict, tried = examine(prepared(choices))
-            if not verdict.fits:
-                leaner = self._leaner(tried, verdict.smallest_budget - self._limit(True))
-                if leaner is None:
-                    return None
-                verdict, tried = examine(leaner)
-            if not verdict.fits or tried.rehearsed is None:
-                return None
-            like[str(tried.choices.blocks)] = tried
-            return self._tried(verdict, tried)
-
-        def examine(candidate: Candidate) -> tuple[Verdict, Candidate]:
-            asked = (*attempts, str(candidate.choices))
-            following = [prepared(one).choices for one in coming if str(one) not in asked]
-            verdict, candidate = self._look_into(candidate, following[:FORESEEN])
-            found[str(candidate.choices)] = verdict, candidate
-            return verdict, candidate
-
+        trials = Trials(
+            look_into=self._look_into,
+            leaner=self._leaner,
+            seconds=self._rehearsed_seconds,
+            limit=self._limit(True),
+            state=self._state_bytes(candidate.choices),
+        )
         profile = load_profile(self.gpu.name)
         best = refine(
-            self._tried(verdict, candidate),
-            attempt,
-            foresee=foresee,
+            trials.begin(verdict, candidate),
+            trials.attempt,
+            foresee=trials.foresee,
             gradients=self._gradient_bytes(candidate.choices),
             first=self.found.first / self.found.trainable,
             host_steps=profile is not None
@@ -801,10 +760,10 @@ class Planner:
             and self.allow.allows(Fidelity.ROUNDING),
         )
         if self.host is not None and best.host > self.host:
-            lighter = self._moving_less(found[str(best.choices)][1])
-            like[str(lighter.choices.blocks)] = lighter
-            best = make_host_room(best, lighter.choices, attempt, self.host)
-        return found[str(best.choices)]
+            lighter = self._moving_less(trials.who_has(best.choices)[1])
+            trials.add_blocks(lighter)
+            best = make_host_room(best, lighter.choices, trials.attempt, self.host)
+        return trials.who_has(best.choices)
 
     def _state_bytes(self, choices: Choices) -> int:
         """Bytes of the optimizer's state, and masters, as what was heard without them tells."""
@@ -818,14 +777,6 @@ class Planner:
             for leaves in (False, True)
         )
         return max(min(whole) - min(without), 0) if whole and without else 0
-
-    def _tried(self, verdict: Verdict, candidate: Candidate) -> Tried:
-        return Tried(
-            choices=candidate.choices,
-            seconds=self._rehearsed_seconds(verdict, candidate),
-            host=verdict.host,
-            cleans=verdict.step_retries > 0,
-        )
 
     def _moving_less(self, candidate: Candidate) -> Candidate:
         """The same with blocks that move only what they must, for the GPU to have room."""
@@ -852,6 +803,8 @@ class Planner:
         checked: set[str] = set()
         rival: Candidate | None = None
         for _ in range(MOST_CHECKS):
+            if rival is not None and best is not None and not self._beats(rival, best[0]):
+                rival = None
             candidate = rival or self._fastest(rooms, checked)
             if candidate is None and best is None and self._put_off:
                 for size in list(self._put_off):

@@ -1,0 +1,103 @@
+"""Choices that are tried by rehearsing them: what came of each, and whose they are.
+
+Those that do not fit the GPU are tried again with ways to run the blocks that leave more room; what
+is known to take room beforehand gets it at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from oomph.planning.candidates import Candidate, Verdict
+from oomph.planning.choices import Choices
+from oomph.planning.refining import Tried
+
+#: How many of the choices that are likely to come next the second process is asked for.
+FORESEEN = 2
+
+Found = tuple[Verdict, Candidate]
+
+
+@dataclass(kw_only=True)
+class Trials:
+    """Tries choices that leave the GPU, from a candidate that fits."""
+
+    look_into: Callable[[Candidate, Sequence[Choices]], Found]
+    """Checks a candidate; these choices are likely to come next."""
+    leaner: Callable[[Candidate, int], Candidate | None]
+    """The same with so many bytes more room in its blocks, where there is such a way."""
+    seconds: Callable[[Verdict, Candidate], float]
+    limit: int
+    """Bytes that may be needed of the GPU."""
+    state: int
+    """Bytes of the optimizer's state, and masters."""
+    _found: dict[str, Found] = field(default_factory=dict)
+    """By choices: who has them."""
+    _like: dict[str, Candidate] = field(default_factory=dict)
+    """By the ways to run blocks: a candidate that has them, and its solution."""
+    _attempts: dict[str, Tried | None] = field(default_factory=dict)
+    """What came of each attempt: some are made again when others were in between."""
+    _coming: Sequence[Choices] = ()
+
+    def begin(self, verdict: Verdict, candidate: Candidate) -> Tried:
+        """From this one."""
+        self._found[str(candidate.choices)] = verdict, candidate
+        self.add_blocks(candidate)
+        return self._tried(verdict, candidate)
+
+    def add_blocks(self, candidate: Candidate) -> None:
+        """Let choices with this one's blocks be tried."""
+        self._like[str(candidate.choices.blocks)] = candidate
+
+    def who_has(self, choices: Choices) -> Found:
+        """The candidate that was found with these choices, and its check."""
+        return self._found[str(choices)]
+
+    def foresee(self, choices: Sequence[Choices]) -> None:
+        """These are likely to be tried, in this order."""
+        self._coming = choices
+
+    def attempt(self, choices: Choices) -> Tried | None:
+        """What comes of choices whose blocks are known; None where there is no room for them."""
+        if str(choices) not in self._attempts:
+            self._attempts[str(choices)] = self._try_out(choices)
+        return self._attempts[str(choices)]
+
+    def _try_out(self, choices: Choices) -> Tried | None:
+        verdict, tried = self._examine(self._prepared(choices))
+        if not verdict.fits:
+            leaner = self.leaner(tried, verdict.smallest_budget - self.limit)
+            if leaner is None:
+                return None
+            verdict, tried = self._examine(leaner)
+        if not verdict.fits or tried.rehearsed is None:
+            return None
+        self.add_blocks(tried)
+        return self._tried(verdict, tried)
+
+    def _prepared(self, choices: Choices) -> Candidate:
+        """With room in the blocks for state that stays on the GPU from now on."""
+        before = self._like[str(choices.blocks)]
+        tried = dataclasses.replace(before, choices=choices)
+        stays = int((choices.gpu_share - before.choices.gpu_share) * self.state)
+        if stays <= 0 or str(before.choices) not in self._found:
+            return tried
+        missing = self._found[str(before.choices)][0].smallest_budget + stays - self.limit
+        return (self.leaner(tried, missing) if missing > 0 else None) or tried
+
+    def _examine(self, candidate: Candidate) -> Found:
+        coming = [self._prepared(o).choices for o in self._coming if str(o) not in self._attempts]
+        others = [choices for choices in coming if choices != candidate.choices]
+        verdict, candidate = self.look_into(candidate, others[:FORESEEN])
+        self._found[str(candidate.choices)] = verdict, candidate
+        return verdict, candidate
+
+    def _tried(self, verdict: Verdict, candidate: Candidate) -> Tried:
+        return Tried(
+            choices=candidate.choices,
+            seconds=self.seconds(verdict, candidate),
+            host=verdict.host,
+            cleans=verdict.step_retries > 0,
+        )
