@@ -375,7 +375,9 @@ class Planner:
         if self._may_multiply_in_fp8(plain):
             bases += [dataclasses.replace(one, fp8=True) for one in bases]
         if self._leaving:
-            return [away for one in bases for away in self._away(one)]
+            # Where the GPU is too small, weights of half the bytes are better to have and to copy.
+            halved = [one for one in bases if one.weights == MASTERS]
+            return [away for one in halved or bases for away in self._away(one)]
         return [later for one in bases for later in _stepping_later(one)]
 
     def _away(self, base: Choices) -> list[Choices]:
@@ -476,7 +478,9 @@ class Planner:
                 continue
             before = next((one for one in self.heard if one.choices == base), None)
             least = self._takes_at_least(heard, base)
-            if before is None and least > HOPELESS * to_beat:
+            # Parts of a batch add their gradients up on the way: copies cost them more, not less.
+            hopeless = to_beat if base.micro_batch is not None else HOPELESS * to_beat
+            if before is None and least > hopeless:
                 self._put_off[size] = min(least, self._put_off.get(size, math.inf))
                 continue
             one = before or self._hear(base)
@@ -491,20 +495,17 @@ class Planner:
         return heard
 
     def _hear_beside(self, bases: Sequence[Choices]) -> None:
-        """Have the second process hear those with other weights than the first has."""
+        """Have the second process hear those that the first comes to later."""
+        if self._leaving:
+            sizes = self._micro_batches()
+            is_whole = bases[0].micro_batch is None and len(sizes) > 1
+            likely = [*bases[1:2], *(self._bases(sizes[1])[:1] if is_whole else ())]
+        else:
+            # Steps that come later are mostly known to be slower by then.
+            others = [base for base in bases if base.weights != bases[0].weights]
+            likely = [base for base in others if base.optimizer_in_backward]
         known = [one.choices for one in self.heard]
-        likely = [
-            base
-            for base in bases
-            if base.weights != bases[0].weights and base not in known
-            # Steps that come later, and less state ahead, are mostly known to be slower by then.
-            if (base.state_ahead > LEAST_AHEAD if base.leaves else base.optimizer_in_backward)
-        ]
-        sizes = self._micro_batches()
-        if self._leaving and bases[0].micro_batch is None and len(sizes) > 1:
-            parted = self._bases(sizes[1])
-            likely += [base for base in parted if base.weights == bases[-1].weights][:1]
-        self._second.ask([_question(HEAR, base) for base in likely])
+        self._second.ask([_question(HEAR, base) for base in likely if base not in known])
 
     def _takes_at_least(self, heard: list[Audition], base: Choices) -> float:
         """Seconds of a step by what was heard with less on its way: the kernels are the same."""
