@@ -132,8 +132,8 @@ def plan(
 
     Without `gpu` the plan is for the CPU. `allow` is how far its numbers may be from the untouched
     job's. With a `timer` the blocks of the best plan are timed for real. `host` is the host memory
-    that what leaves the GPU may take; state, and what blocks save, that has no room there waits on
-    the disk. Raises `DoesNotFit`, which carries the smallest budget that would do.
+    that what leaves the GPU may take; state, weights and what blocks save wait on the disk where
+    there is no room. Raises `DoesNotFit`, which carries the smallest budget that would do.
     """
     planner = make_planner(
         job,
