@@ -54,6 +54,6 @@ def test_the_1b_model_took_what_its_plans_said_at_every_budget() -> None:
         assert cell["allocated"] == pytest.approx(said["peak"]["allocated"], rel=0.02)
         # Nobody knew then what a run copies that steps inside backward.
         if not cell["choices"]["optimizer_in_backward"]:
-            # Hosts differ more than cards: 2.0 to 3.8 G parameters a second beside one kind.
+            # Hosts differ more than cards do: another of the kind took 8 % less for the same plan.
             off = 0.1 if cell["choices"]["host_share"] else 0.05
             assert cell["seconds"] == pytest.approx(said["seconds"], rel=off)

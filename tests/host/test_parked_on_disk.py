@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from deferred_link import CountingLink
+from scarce_disk import ScarceDisk
 from shared_link import SharedLink
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from oomph.host import parked_on_disk
 from oomph.host.disk_slots import DiskSlots
 from oomph.host.parked import Parked
 from oomph.host.parked_on_disk import DiskParking
-from oomph.host.scratch_file import ScratchFile
 
 PIECE, BUFFERS = 4096, 3
 
@@ -184,23 +184,13 @@ def test_clearing_gives_the_host_memory_and_the_room_back(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ScratchFile.take
-    room = 1
-
-    def take(self: ScratchFile, nbytes: int) -> int:
-        nonlocal room
-        room -= 1
-        if room < 0:
-            raise DiskFull("the disk is full", nbytes)
-        return real(self, nbytes)
-
-    monkeypatch.setattr(ScratchFile, "take", take)
+    disk = ScarceDisk(monkeypatch, 1)
     parks = Parks(tmp_path)
     memory = numbers(3000)
     with pytest.raises(DiskFull):
         parks.park(memory)
     assert parks.link.bytes["out"] == 0, "nothing leaves before there is room for all of it"
-    room = 9
+    disk.grow()
     parked = parks.park(memory)
     parked.leave()
     assert torch.equal(parked.take(first=True), memory)

@@ -22,7 +22,6 @@ from benchmarks.profiler_memory import measure_cpu_peak
 from oomph.errors import BadInput, DiskFull
 from oomph.gpus import find_gpu
 from oomph.host.link import Copy, InstantLink
-from oomph.host.scratch_file import ScratchFile
 from oomph.job import Job
 from oomph.planning.changes import describe_changes
 from oomph.planning.choices import Choices, Outside
@@ -39,6 +38,7 @@ from oomph.timing.clock import Clock
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
 from deferred_link import CountingLink
+from scarce_disk import ScarceDisk
 
 WIDTH, LAYERS = 64, 4
 STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -258,24 +258,14 @@ def test_a_full_disk_leaves_everything_as_it_was(
     slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is full when the first weight, another one, or state is to have room."""
-    take = ScratchFile.take
-    taken = 0
-
-    def scarce(self: ScratchFile, nbytes: int) -> int:
-        nonlocal taken
-        taken += 1
-        if taken > slots:
-            raise DiskFull("the disk is full", nbytes)
-        return take(self, nbytes)
-
-    monkeypatch.setattr(ScratchFile, "take", scarce)
+    disk = ScarceDisk(monkeypatch, slots)
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     choices = dataclasses.replace(COLD, disk_share=1.0, **MASTERS)
     with pytest.raises(DiskFull):
         Applied(choices, job(), model, optimizer, device_type="cpu", disk=tmp_path)
-    assert taken == slots + 1
+    assert disk.asked == slots + 1
     assert list(tmp_path.iterdir()) == []
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from disk_training import Disk
+from scarce_disk import ScarceDisk
 from test_offload_activations import (
     EAGER,
     H200,
@@ -38,7 +39,6 @@ from oomph.gpus import GPU
 from oomph.host import parked_on_disk
 from oomph.host.disk_slots import DiskSlots
 from oomph.host.link import Copy, InstantLink, Link
-from oomph.host.scratch_file import ScratchFile
 from oomph.host.slots import SlotStore
 from oomph.rehearsal import slots as rehearsed_slots
 from oomph.rehearsal.link import RehearsedLink
@@ -337,17 +337,7 @@ def test_after_a_failed_backward_nothing_is_left_on_the_gpu(tmp_path: Path) -> N
 def test_a_disk_that_is_full_in_the_first_forward_changes_nothing(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ScratchFile.take
-    left: float = room
-
-    def take(self: ScratchFile, nbytes: int) -> int:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise DiskFull("the disk is full", nbytes)
-        return real(self, nbytes)
-
-    monkeypatch.setattr(ScratchFile, "take", take)
+    disk = ScarceDisk(monkeypatch, room)
     ours = OnDisk(Net(), tmp_path, Unseen())
     words = words_of(3)
     with Storages() as made, pytest.raises(DiskFull):
@@ -355,7 +345,7 @@ def test_a_disk_that_is_full_in_the_first_forward_changes_nothing(
     gc.collect()
     assert made.alive() == 0
     assert all(p.grad is None for p in ours.model.parameters())
-    left = float("inf")
+    disk.grow()
     assert_same(train(ours.model), train(Net()))
     ours.undo()
 

@@ -23,13 +23,13 @@ from host_training import (
     two_groups,
     warm_up,
 )
+from scarce_disk import ScarceDisk
 from torch import Tensor
 
 from oomph.errors import DiskDamaged, DiskFull, HostMemoryFull
 from oomph.host import limits
 from oomph.host.limits import HostLimits
 from oomph.host.link import InstantLink, Link
-from oomph.host.scratch_file import ScratchFile
 from oomph.techniques import disk_state
 from oomph.techniques.disk_state import MASTER, DiskState
 from oomph.techniques.streamed_weights import StreamedWeights
@@ -312,17 +312,7 @@ def test_a_step_that_broke_off_leaves_each_as_before_or_after(tmp_path: Path) ->
 def test_a_disk_without_room_for_them_is_noticed_before_anything_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = 2  # for the state of the first piece, and not for its master
-
-    def take(self: ScratchFile, nbytes: int) -> int:
-        nonlocal room
-        room -= 1
-        if room < 0:
-            raise DiskFull("the disk is full", nbytes)
-        return real(self, nbytes)
-
-    real = ScratchFile.take
-    monkeypatch.setattr(ScratchFile, "take", take)
+    ScarceDisk(monkeypatch, 2)  # room for the state of the first piece, and not for its master
     training = plain(RECIPES["clipped"], 2)
     link = SharedLink()
     with pytest.raises(DiskFull):

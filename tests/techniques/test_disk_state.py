@@ -23,12 +23,12 @@ from host_training import (
     two_groups,
     warm_up,
 )
+from scarce_disk import ScarceDisk
 
 from oomph.errors import BadInput, DiskDamaged, DiskFull, HostMemoryFull
 from oomph.host import limits
 from oomph.host.limits import HostLimits
 from oomph.host.link import InstantLink, Link
-from oomph.host.scratch_file import ScratchFile
 from oomph.host.slots import OpenSlots
 from oomph.techniques import disk_state
 from oomph.techniques.disk_state import choose_for_disk
@@ -215,17 +215,7 @@ def test_a_step_that_broke_off_can_be_undone(tmp_path: Path) -> None:
 def test_a_full_disk_is_noticed_before_anything_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = 0
-
-    def take(self: ScratchFile, nbytes: int) -> int:
-        nonlocal taken
-        taken += 1
-        if taken > 3:
-            raise DiskFull("the disk is full", nbytes)
-        return real(self, nbytes)
-
-    real = ScratchFile.take
-    monkeypatch.setattr(ScratchFile, "take", take)
+    ScarceDisk(monkeypatch, 3)
     training = plain(RECIPES["plain"], 2)
     link = SharedLink()
     with pytest.raises(DiskFull):

@@ -25,6 +25,7 @@ from host_training import (
     same_bits,
     step_once,
 )
+from scarce_disk import ScarceDisk
 from test_streamed_weights import poisoned  # noqa: F401 - every test here uses it
 from test_weights_away import BLOCKS, RECIPES
 from torch import Tensor, nn
@@ -383,20 +384,11 @@ def test_a_host_too_small_says_so_and_training_goes_on(
 def test_a_full_disk_is_noticed_before_anything_changes(
     slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, taken = ScratchFile.take, 0
-
-    def scarce(self: ScratchFile, nbytes: int) -> int:
-        nonlocal taken
-        taken += 1
-        if taken > slots:
-            raise DiskFull("the disk is full", nbytes)
-        return take(self, nbytes)
-
     training = OnTheDisk("clipped")
     training.run(2)
     before = {name: value.data_ptr() for name, value in training.model.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr(ScratchFile, "take", scarce)
+        ScarceDisk(patch, slots)
         with pytest.raises(DiskFull):
             training.leave(tmp_path)
     assert {n: v.data_ptr() for n, v in training.model.state_dict().items()} == before

@@ -1,9 +1,10 @@
 """Room in host memory, where a plan takes more of it than there is: some goes on to the disk.
 
 The disk is much slower than the link to the host, so no more goes there than must: state, what
-blocks save, or both, whichever is faster. What else takes host memory may be worth less than it
-costs now. How much memory a share of the state frees is tried rather than calculated: whole
-parameters go, through buffers that are in host memory themselves.
+blocks save, or both, whichever is faster, and weights where that is not enough. What else takes
+host memory may be worth less than it costs now. How much memory a share of the state frees is
+tried rather than calculated: whole parameters go, through buffers that are in host memory
+themselves.
 """
 
 from __future__ import annotations
