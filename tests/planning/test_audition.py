@@ -288,5 +288,5 @@ def test_other_chunks_of_the_loss_follow_from_the_one_heard() -> None:
     other = heard.with_loss(64, 1000, 0.5)
     assert other.choices == dataclasses.replace(heard.choices, loss_chunk=64)
     assert other.chain.loss_base == heard.chain.loss_base + 1000
-    assert other.other_seconds == heard.other_seconds + 0.5
-    assert heard.with_loss(64, 0, -100.0).other_seconds == 0.0
+    assert other.others.kernels == heard.others.kernels + 0.5
+    assert heard.with_loss(64, 0, -100.0).others.kernels == 0.0

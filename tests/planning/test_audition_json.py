@@ -10,11 +10,12 @@ import pytest
 from oomph.planning.audition import Audition, Copies
 from oomph.planning.audition_json import from_plain, to_plain
 from oomph.planning.choices import Choices
+from oomph.planning.pace import Pace
 from oomph.planning.solver import Chain, ChainBlock, Option
 from oomph.rehearsal.link import LinkRates
 
 OPTIONS = (
-    Option(name="keep", saved=3, forward=5, backward=7, seconds=0.1),
+    Option(name="keep", saved=3, forward=5, backward=7, seconds=0.1, launching=0.2),
     Option(name="recompute, offloaded", saved=-1, forward=5, backward=9, seconds=1 / 3, moved=11),
 )
 HEARD = Audition(
@@ -27,11 +28,10 @@ HEARD = Audition(
         floor=23,
     ),
     parts=2,
-    other_seconds=0.7,
-    step_seconds=1e-9,
+    others=Pace(0.7, 1 / 7),
+    step=Pace(1e-9, 2e-9),
     loss_is_chunked=True,
     lasting=29,
-    waits_for_launches=False,
 )
 COPIES = Copies(part=0.1, step=0.2, window=0.3, late=0.4, rates=LinkRates(5e9 / 3, 6e9))
 

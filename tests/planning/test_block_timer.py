@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from oomph.job import Job
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.pace import Pace
 from oomph.planning.planner import HEARD_CHUNK, plan
 from oomph.running.run import fit
 
@@ -59,7 +60,7 @@ def test_every_option_of_every_block_is_timed() -> None:
     menus = {"blocks.1": (KEEP, RECOMPUTE), "blocks.2": (KEEP,)}
     times = timer(Model()).time(Choices(micro_batch=2), menus)
     assert set(times) == {("blocks.1", KEEP), ("blocks.1", RECOMPUTE), ("blocks.2", KEEP)}
-    assert all(seconds > 0 for seconds in times.values())
+    assert all(pace.seconds > 0 for pace in times.values())
 
 
 def test_the_model_is_left_as_it_was_and_runs_no_further_than_needed() -> None:
@@ -82,7 +83,7 @@ class MadeUpTimer:
     def time(self, choices: Choices, menus: Mapping[str, Sequence[str]]) -> Times:
         self.asked += menus
         return {
-            (path, how): 1.0 if how == KEEP else 0.01
+            (path, how): Pace(1.0 if how == KEEP else 0.01)
             for path, menu in menus.items()
             for how in menu
         }
@@ -129,7 +130,7 @@ class SlowInParts(MadeUpTimer):
         self.asked.append(str(choices.micro_batch))
         slower = 1.0 if choices.micro_batch is None else 100.0
         return {
-            (path, how): slower * (0.01 if how == KEEP else 1.0)
+            (path, how): Pace(slower * (0.01 if how == KEEP else 1.0))
             for path, menu in menus.items()
             for how in menu
         }
@@ -154,7 +155,7 @@ def test_fit_times_the_blocks_of_the_users_own_model_when_asked(
     def times(self: BlockTimer, choices: Choices, menus: Mapping[str, Sequence[str]]) -> Times:
         asked.append(choices)
         assert self.model is model
-        return {(path, how): 0.5 for path, menu in menus.items() for how in menu}
+        return {(path, how): Pace(0.5) for path, menu in menus.items() for how in menu}
 
     monkeypatch.setattr(BlockTimer, "time", times)
     model = Model()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from oomph.errors import CannotRehearse
 from oomph.gpus import GPU
 from oomph.job import Job, batch_size, make_batch
 from oomph.planning.choices import MASTERS, RECOMPUTE, Choices, is_offloaded, offloaded
+from oomph.planning.pace import NONE, Pace, ratio
 from oomph.planning.solver import Chain, ChainBlock, Option, Solution
 from oomph.planning.survey import Survey
 from oomph.rehearsal.link import LinkRates
@@ -40,6 +40,9 @@ from oomph.timing.clock import Clock
 
 #: Rehearsals of one audition: a class with few blocks tries out only so many options for each.
 MOST_ROUNDS = 2
+#: From how much of the kernels' seconds on the host may take longer to launch them: hosts differ,
+#: and a graph waits for none.
+MAY_WAIT = 0.7
 #: Bytes of a gradient, for each parameter.
 GRADIENT_BYTES = 4
 #: The CUDA allocator hands out multiples of this.
@@ -55,20 +58,18 @@ class Audition:
     chain: Chain
     parts: int
     """Micro-batches in a step."""
-    other_seconds: float
+    others: Pace
     """Of one micro-batch outside the blocks."""
-    step_seconds: float
+    step: Pace
     """Of the optimizer step, once."""
     loss_is_chunked: bool
     """Whether the head that the choices name really never made its logits."""
     lasting: int
     """Bytes that are there when a step begins, as weights and state: of any size of parts."""
-    waits_for_launches: bool
-    """Whether the seconds are those of the host, which launches later than the card computes."""
     copies: Copies | None = None
     """What goes over the link in a step, where anything does."""
     graphed: Audition | None = None
-    """The same with micro-batches captured as CUDA graphs, where the card waits for launches."""
+    """The same with micro-batches captured as CUDA graphs, where the card may wait for launches."""
 
     @functools.cached_property
     def solved(self) -> dict[int, list[Solution]]:
@@ -77,13 +78,19 @@ class Audition:
 
     @functools.cached_property
     def fastest(self) -> float:
-        """Seconds of a step if memory did not matter."""
+        """Seconds of a step if memory did not matter, at least."""
         return self._seconds(self._fastest_blocks)
+
+    @property
+    def waits_for_launches(self) -> bool:
+        """Whether the card waits for the host, which launches later than the card computes."""
+        whole = self._whole(self._fastest_blocks)
+        return whole.launching > whole.kernels
 
     @property
     def waits(self) -> bool:
         """Whether the card waits for the host: for launches, or for copies in the fastest way."""
-        return self.waits_for_launches or self.fastest > self._kernels(self._fastest_blocks)
+        return self.fastest > self._whole(self._fastest_blocks).kernels
 
     def with_loss(self, chunk: int, more_bytes: int, more_seconds: float) -> Audition:
         """The same with another chunk of the loss, which takes so much more."""
@@ -91,39 +98,33 @@ class Audition:
             self,
             choices=dataclasses.replace(self.choices, loss_chunk=chunk),
             chain=dataclasses.replace(self.chain, loss_base=self.chain.loss_base + more_bytes),
-            other_seconds=max(self.other_seconds + more_seconds, 0.0),
+            others=Pace(max(self.others.kernels + more_seconds, 0.0), self.others.launching),
         )
 
-    def timed(self, times: Mapping[tuple[str, str], float]) -> Audition:
-        """The same by a real clock: `times` are seconds by block and option.
+    def timed(self, times: Mapping[tuple[str, str], Pace]) -> Audition:
+        """The same by a real clock: `times` are by block and option.
 
         What was not timed keeps its proportion to what was, by the predicted clock.
         """
-        pairs = [
-            (times[block.name, option.name], option.seconds)
+        slower = ratio(
+            (times[block.name, option.name], option.pace)
             for block in self.chain.blocks
             for option in block.options
-            if (block.name, option.name) in times and option.seconds
-        ]
-        ratio = statistics.median(real / told for real, told in pairs) if pairs else 1.0
-        blocks = tuple(
-            dataclasses.replace(
-                block,
-                options=tuple(
-                    dataclasses.replace(
-                        option,
-                        seconds=times.get((block.name, option.name), option.seconds * ratio),
-                    )
-                    for option in block.options
-                ),
-            )
-            for block in self.chain.blocks
+            if (block.name, option.name) in times
         )
+
+        def by_real_clock(block: str, option: Option) -> Option:
+            real = times.get((block, option.name), option.pace.scaled(slower))
+            # A graph is launched as one, whatever it would take to launch what is in it.
+            launching = real.launching if option.launching else 0.0
+            return dataclasses.replace(option, seconds=real.kernels, launching=launching)
+
         return dataclasses.replace(
             self,
-            chain=dataclasses.replace(self.chain, blocks=blocks),
-            other_seconds=self.other_seconds * ratio,
-            step_seconds=self.step_seconds * ratio,
+            chain=self.chain.with_options(by_real_clock),
+            others=self.others.scaled(slower),
+            step=self.step.scaled(slower),
+            graphed=self.graphed and self.graphed.timed(times),
         )
 
     def seconds(self, solution: Solution) -> float:
@@ -132,36 +133,40 @@ class Audition:
             block.options[at] for block, at in zip(self.chain.blocks, solution.choice, strict=True)
         ]
         return self._seconds(
-            sum(option.seconds for option in chosen), sum(option.moved for option in chosen)
+            sum((option.pace for option in chosen), NONE), sum(option.moved for option in chosen)
         )
 
     def priced(self, price: float) -> Chain:
         """The solver's chain with each byte that a block moves taken for so many seconds."""
-        return dataclasses.replace(
-            self.chain,
-            blocks=tuple(
-                dataclasses.replace(
-                    block,
-                    options=tuple(
-                        dataclasses.replace(option, seconds=option.seconds + price * option.moved)
-                        for option in block.options
-                    ),
-                )
-                for block in self.chain.blocks
-            ),
+        return self.chain.with_options(
+            lambda _, option: dataclasses.replace(
+                option, seconds=option.seconds + price * option.moved
+            )
         )
 
     @property
-    def _fastest_blocks(self) -> float:
-        return sum(min(o.seconds for o in block.options) for block in self.chain.blocks)
+    def launched(self) -> Chain:
+        """The solver's chain by the seconds of the host, where the card waits for those."""
+        return self.chain.with_options(
+            lambda _, option: dataclasses.replace(option, seconds=option.launching)
+        )
 
-    def _kernels(self, blocks: float) -> float:
-        return self.parts * (blocks + self.other_seconds) + self.step_seconds
+    @property
+    def _fastest_blocks(self) -> Pace:
+        menus = self.chain.menus
+        return Pace(
+            sum(min(option.seconds for option in menu) for menu in menus),
+            sum(min(option.launching for option in menu) for menu in menus),
+        )
 
-    def _seconds(self, blocks: float, moved: int = 0) -> float:
-        part = blocks + self.other_seconds
+    def _whole(self, blocks: Pace) -> Pace:
+        """Of the whole step."""
+        return (blocks + self.others) * self.parts + self.step
+
+    def _seconds(self, blocks: Pace, moved: int = 0) -> float:
+        part = (blocks + self.others).seconds
         exposed = self.copies.exposed(part, self.parts, moved) if self.copies else 0.0
-        return self._kernels(blocks) + exposed
+        return self._whole(blocks).seconds + exposed
 
     def choose(self, solution: Solution) -> Choices:
         """The choices with the solution's for the blocks."""
@@ -219,9 +224,8 @@ class _Heard:
     """Bytes alive when its backward begins."""
     backward: int
     """Peak above that."""
-    seconds: float
-    """Of kernels."""
-    launches: int
+    effort: Effort
+    """Of its forward and backward."""
 
 
 def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Choices) -> Audition:
@@ -262,7 +266,6 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         base = base or this
     if base is None:
         raise CannotRehearse("there is nothing to hear")
-    waits = base.part.launches * clock.launch > base.part.kernels
     parts = count_parts(job, choices.micro_batch)
     copies = None
     if gpu is not None and choices.optimizer_in_backward:
@@ -279,29 +282,27 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
             late=max(1 - early, 0.0) if in_backward else 0.0,
         )
 
-    def result(choices: Choices, waits: bool) -> Audition:
-        def seconds(kernels: float, launches: int) -> float:
-            """By the card's clock, or by the host's where the card waits for it."""
-            return launches * clock.launch if waits else kernels
-
-        in_blocks = sum(seconds(one.seconds, one.launches) for one in base.blocks)
+    def result(choices: Choices, launch: float) -> Audition:
+        in_blocks = sum((one.effort.pace(launch) for one in base.blocks), NONE)
         return Audition(
             choices=choices,
-            chain=_chain(found, menus, heard, base, seconds),
+            chain=_chain(found, menus, heard, base, launch),
             parts=parts,
-            other_seconds=max(seconds(base.part.kernels, base.part.launches) - in_blocks, 0.0),
-            step_seconds=base.step.seconds(clock),
+            others=base.part.pace(launch) - in_blocks,
+            step=base.step.pace(clock.launch),
             loss_is_chunked=chunked,
             lasting=base.lasting,
-            waits_for_launches=waits,
             copies=copies,
         )
 
-    as_heard = result(choices, waits)
-    if not waits or gpu is None or choices.precision == "fp16-mixed" or choices.leaves:
+    as_heard = result(choices, clock.launch)
+    part = base.part.pace(clock.launch)
+    may_wait = part.launching > MAY_WAIT * part.kernels
+    if not may_wait or gpu is None or choices.precision == "fp16-mixed" or choices.leaves:
         return as_heard
+    # A part is launched as one.
     graphed = result(
-        dataclasses.replace(choices, cuda_graph=True, optimizer_in_backward=False), waits=False
+        dataclasses.replace(choices, cuda_graph=True, optimizer_in_backward=False), launch=0.0
     )
     if parts == 1:
         # Gradients are there from the beginning on.
@@ -504,8 +505,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
                 forward=alive.peak(block.forward, block.end) - before,
                 at_backward=begins,
                 backward=alive.peak(block.backward, block.done) - begins,
-                seconds=clocked.effort.kernels,
-                launches=clocked.effort.launches,
+                effort=clocked.effort,
             )
         )
     part, step = _part_and_step(timeline)
@@ -600,9 +600,13 @@ class Effort:
     def __sub__(self, other: Effort) -> Effort:
         return self + other * -1
 
+    def pace(self, launch: float) -> Pace:
+        """Where the host takes so many seconds for a launch."""
+        return Pace(self.kernels, self.launches * launch)
+
     def seconds(self, clock: Clock) -> float:
-        """Whichever takes longer: the host runs ahead of the card, or the card waits for it."""
-        return max(self.kernels, self.launches * clock.launch)
+        """Whichever takes longer, by a clock."""
+        return self.pace(clock.launch).seconds
 
 
 def step_effort(timeline: Timeline, parts: int) -> Effort:
@@ -740,9 +744,12 @@ def _chain(
     menus: dict[str, tuple[str, ...]],
     heard: dict[Any, dict[str, _Heard]],
     base: _Round,
-    seconds: Callable[[float, int], float],
+    launch: float,
 ) -> Chain:
-    """What each block saw around it, less what the blocks before it saved."""
+    """What each block saw around it, less what the blocks before it saved.
+
+    The host takes so many seconds for a launch.
+    """
     saved, left = [0], [0]
     for one in base.blocks:
         saved.append(saved[-1] + one.saved)
@@ -759,7 +766,8 @@ def _chain(
                         saved=option.saved,
                         forward=option.forward,
                         backward=option.saved + option.backward,
-                        seconds=seconds(option.seconds, option.launches),
+                        seconds=option.effort.kernels,
+                        launching=launch * option.effort.launches,
                         moved=option.moved,
                     )
                     for option in menu

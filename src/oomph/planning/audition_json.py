@@ -8,6 +8,7 @@ from typing import Any
 
 from oomph.planning.audition import Audition, Copies
 from oomph.planning.choices import Choices
+from oomph.planning.pace import Pace
 from oomph.planning.solver import Chain, ChainBlock, Option
 from oomph.rehearsal.link import LinkRates
 
@@ -24,6 +25,8 @@ def from_plain(values: Mapping[str, Any]) -> Audition:
         **{
             **values,
             "choices": Choices.from_dict(values["choices"]),
+            "others": Pace(**values["others"]),
+            "step": Pace(**values["step"]),
             "chain": _chain(values["chain"]),
             "copies": copies and Copies(**{**copies, "rates": LinkRates(**copies["rates"])}),
             "graphed": graphed and from_plain(graphed),

@@ -21,16 +21,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.job import Job, compute_loss, split_batch
 from oomph.planning.choices import Choices
+from oomph.planning.pace import Pace
 from oomph.running.applying import apply_choices
 from oomph.running.step import Stage
 from oomph.techniques.autocast import autocast
 
-#: Runs in a row, few and many, and how often. By what many take longer than few it is known what
-#: one takes in a step, where the host runs ahead of the card and begins but once.
-FEW, MANY, REPEATS = 2, 10, 3
+#: Runs in a row, which the card's queue of launches holds.
+ROW = 4
+#: Rows that are timed, at least, and for how many seconds: a card slows its clock after a while.
+LEAST_ROWS, LEAST_SECONDS = 5, 0.5
+#: How much longer than the host takes to launch a row the card is kept busy before it.
+AHEAD = 1.5
+#: Cycles of the clock in a second of the fastest cards, and more.
+CYCLES = 2.2e9
 
-#: Seconds of a block's forward and backward, by its path and its option.
-Times = Mapping[tuple[str, str], float]
+#: Of a block's forward and backward, by its path and its option.
+Times = Mapping[tuple[str, str], Pace]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +50,9 @@ class BlockTimer:
     """On the model's device."""
 
     def time(self, choices: Choices, menus: Mapping[str, Sequence[str]]) -> Times:
-        """Seconds of each option of each of these blocks, under the other choices."""
+        """What each option of each of these blocks takes, under the other choices."""
         device = next(self.model.parameters()).device
-        times: dict[tuple[str, str], float] = {}
+        times: dict[tuple[str, str], Pace] = {}
         calls = self._calls(choices, tuple(menus))
         for option in dict.fromkeys(option for menu in menus.values() for option in menu):
             paths = [path for path, menu in menus.items() if option in menu and path in calls]
@@ -54,12 +60,13 @@ class BlockTimer:
                 choices,
                 blocks=dict.fromkeys(paths, option),
                 optimizer_in_backward=False,
+                cuda_graph=False,
                 allocator="",
             )
             with self._applied(applied, device) as stage:
                 for path in paths:
                     run = functools.partial(_run, self.model.get_submodule(path), *calls[path])
-                    times[path, option] = _median_seconds(run, stage, device)
+                    times[path, option] = _time(run, stage, device)
         self.optimizer.zero_grad(set_to_none=True)
         return times
 
@@ -82,7 +89,9 @@ class BlockTimer:
         if choices.micro_batch:
             part = split_batch(part, choices.micro_batch)[0]
         device = next(self.model.parameters()).device
-        bare = dataclasses.replace(choices, blocks={}, optimizer_in_backward=False, allocator="")
+        bare = dataclasses.replace(
+            choices, blocks={}, optimizer_in_backward=False, cuda_graph=False, allocator=""
+        )
         try:
             with self._applied(bare, device) as stage, torch.no_grad(), _autocast(stage):
                 compute_loss(self.job, self.model, part)
@@ -130,26 +139,44 @@ def _run(block: nn.Module, args: Any, kwargs: Any, stage: Stage) -> None:
     torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
-def _median_seconds(run: Callable[[Stage], None], stage: Stage, device: torch.device) -> float:
+def _time(run: Callable[[Stage], None], stage: Stage, device: torch.device) -> Pace:
+    """What one run takes in a step, where the host runs ahead of the card as far as it can."""
     run(stage)  # compiles
-    few, many = (
-        statistics.median(_row_seconds(run, stage, device, count) for _ in range(REPEATS))
-        for count in (FEW, MANY)
-    )
-    return (many - few) / (MANY - FEW) if many > few else many / MANY
+    if device.type != "cuda":
+        return Pace(_median(lambda: _row_seconds(run, stage)))
+    torch.cuda.synchronize(device)
+    launching = _median(lambda: _row_seconds(run, stage), then=torch.cuda.synchronize)
+    kernels = _median(lambda: _kernel_seconds(run, stage, ROW * launching, device))
+    return Pace(kernels, launching)
 
 
-def _row_seconds(
-    run: Callable[[Stage], None], stage: Stage, device: torch.device, count: int
-) -> float:
-    _wait(device)
+def _row_seconds(run: Callable[[Stage], None], stage: Stage) -> float:
+    """Seconds of the host for one run."""
     began = time.perf_counter()
-    for _ in range(count):
+    for _ in range(ROW):
         run(stage)
-    _wait(device)
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / ROW
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _kernel_seconds(
+    run: Callable[[Stage], None], stage: Stage, launching: float, device: torch.device
+) -> float:
+    """Seconds of the card for one run, whose kernels wait in its queue when it comes to them."""
+    begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(AHEAD * launching * CYCLES))
+    begins.record()
+    for _ in range(ROW):
+        run(stage)
+    ends.record()
+    torch.cuda.synchronize(device)
+    return float(begins.elapsed_time(ends)) / 1000 / ROW
+
+
+def _median(row: Callable[[], float], then: Callable[[], None] = lambda: None) -> float:
+    """The median of as many rows as it takes for the card to run as in a step that lasts."""
+    rows: list[float] = []
+    began = time.perf_counter()
+    while len(rows) < LEAST_ROWS or time.perf_counter() - began < LEAST_SECONDS:
+        rows.append(row())
+        then()
+    return statistics.median(rows)

@@ -605,7 +605,10 @@ class Planner:
             if heard.copies is not None and heard.choices.leaves:
                 # Bytes that blocks move have a price: dear ones make blocks move less.
                 prices = [price / heard.copies.rates.slower for price in PRICES]
-            solved = [solve(heard.priced(price), room) for price in prices]
+            chains = [heard.priced(price) for price in prices]
+            if heard.waits_for_launches:
+                chains.append(heard.launched)
+            solved = [solve(chain, room) for chain in chains]
             heard.solved[room] = list(dict.fromkeys(filter(None, solved)))
         return heard.solved[room]
 
@@ -669,19 +672,21 @@ class Planner:
             return
         for _ in range(MOST_TIMED):
             best = self._fastest(self._rooms(), set())
-            # Whoever waits for the host alone is timed as that; a graph does not.
-            if best is None or best.choices.cuda_graph or self._real.knows(best.choices):
+            if best is None or self._real.knows(best.choices):
                 return
             self.say("timing blocks")
-            # What was heard with one chunk of the loss tells of blocks with all.
-            chunk = best.heard.choices.loss_chunk
-            told = next(
-                one
-                for one in self._told
-                if dataclasses.replace(one.choices, loss_chunk=chunk) == best.heard.choices
-            )
+            told = self._told_of_blocks(best.heard.choices)
             self._real.time(best.choices, told, self.found)
             self.heard = [self._by_real_clock(one) for one in self._told]
+
+    def _told_of_blocks(self, choices: Choices) -> Audition:
+        """What the clock says of blocks that are run like this, by themselves."""
+        plain = dataclasses.replace(choices, optimizer_in_backward=False, cuda_graph=False)
+        for one in self._told:
+            # What was heard with one chunk of the loss tells of blocks with all.
+            if dataclasses.replace(one.choices, loss_chunk=choices.loss_chunk) == plain:
+                return one
+        return self._audition(plain)
 
     def _by_real_clock(self, told: Audition) -> Audition:
         return self._real.correct(told, batch_size(self.batch))

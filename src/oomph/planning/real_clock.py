@@ -8,30 +8,35 @@ from dataclasses import dataclass, field
 from oomph.planning.audition import Audition
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Weights
+from oomph.planning.pace import ratio
 from oomph.planning.survey import Survey
 
-Pace = tuple[int | None, Weights]
+Kind = tuple[int | None, Weights]
 
 
-def pace_of(choices: Choices) -> Pace:
+def kind_of(choices: Choices) -> Kind:
     """Choices whose blocks take the same seconds, option by option."""
     return choices.micro_batch, choices.weights
 
 
 @dataclass(kw_only=True)
 class RealClock:
-    """What was timed so far, by the pace that it is of."""
+    """What was timed so far, by the kind that it is of."""
 
     timer: BlockTimer | None
-    _timed: dict[Pace, tuple[Times, Audition]] = field(default_factory=dict)
+    _timed: dict[Kind, tuple[Times, Audition]] = field(default_factory=dict)
     """Real seconds of blocks, and what was told of the way to run them that they are of."""
 
     def knows(self, choices: Choices) -> bool:
         """Whether the blocks of these were timed themselves."""
-        return pace_of(choices) in self._timed
+        return kind_of(choices) in self._timed
 
     def time(self, choices: Choices, told: Audition, found: Survey) -> None:
-        """Time the ways to run blocks that may win; `told` is what the clock says of them."""
+        """Time the ways to run blocks that may win.
+
+        `told` is what the clock says of them, with the step after backward: no block is timed with
+        a step inside.
+        """
         assert self.timer is not None
         # One block stands for its class, not one at an end of the chain where there is another.
         inner_first = [*found.blocks[1:-1], *found.blocks]
@@ -47,7 +52,7 @@ class RealClock:
             for (timed, how), seconds in times.items()
             if timed == stands_for[kind]
         }
-        self._timed[pace_of(choices)] = real, told
+        self._timed[kind_of(choices)] = real, told
 
     def correct(self, told: Audition, whole: int) -> Audition:
         """What was told, by the real seconds of its own size of parts, or of the nearest.
@@ -58,25 +63,44 @@ class RealClock:
             return told
         size = told.choices.micro_batch or whole
 
-        def distance(pace: Pace) -> tuple[bool, float]:
-            return pace != pace_of(told.choices), abs(math.log((pace[0] or whole) / size))
+        def distance(kind: Kind) -> tuple[bool, float]:
+            return kind != kind_of(told.choices), abs(math.log((kind[0] or whole) / size))
 
         nearest = min(self._timed, key=distance)
         real, timed = self._timed[nearest]
-        is_own = nearest == pace_of(told.choices)
-        return told.timed(real if is_own else _share(real, told, timed))
+        if nearest == kind_of(told.choices):
+            return told.timed(_beside_steps(real, told, timed))
+        return told.timed(_share(real, told, timed))
 
 
-def _share(real: Times, heard: Audition, best: Audition) -> Times:
-    """Real seconds, for an audition of micro-batches of another size by the clock's proportion."""
-    clock = {
-        (block.name, option.name): option.seconds
-        for block in best.chain.blocks
-        for option in block.options
-    }
+def _beside_steps(real: Times, told: Audition, timed: Audition) -> Times:
+    """Real seconds, with those of the clock for optimizer steps inside backward where it has any.
+
+    What is told of a block holds them then, and what was timed does not.
+    """
+    if not told.choices.optimizer_in_backward:
+        return real
+    plain = _paces(timed)
     return {
-        (block.name, option.name): real[key] * option.seconds / clock[key]
-        for block in heard.chain.blocks
+        key: real[key] + (pace - plain[key])
+        for key, pace in _paces(told).items()
+        if key in real and key in plain
+    }
+
+
+def _share(real: Times, told: Audition, timed: Audition) -> Times:
+    """Real seconds, for an audition of micro-batches of another size by the clock's proportion."""
+    clock = _paces(timed)
+    return {
+        key: real[key].scaled(ratio([(pace, clock[key])]))
+        for key, pace in _paces(told).items()
+        if key in real and key in clock
+    }
+
+
+def _paces(told: Audition) -> Times:
+    return {
+        (block.name, option.name): option.pace
+        for block in told.chain.blocks
         for option in block.options
-        if (key := (block.name, option.name)) in real and clock.get(key)
     }

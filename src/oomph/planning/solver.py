@@ -19,13 +19,15 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
+
+from oomph.planning.pace import Pace
 
 #: The sweep gives up after looking at so many ways, which takes about a second.
 MOST_WAYS = 10_000_000
@@ -50,11 +52,19 @@ class Option:
     backward: int
     """Peak inside the backward, above what is alive without this block's saved bytes."""
     seconds: float
+    """Of its kernels."""
+    launching: float = 0.0
+    """Seconds in which the host launches them."""
     moved: int = 0
     """Bytes that go to the host in forward and come back in backward."""
 
     def __post_init__(self) -> None:
         assert math.isfinite(self.seconds) and self.seconds >= 0, self
+
+    @property
+    def pace(self) -> Pace:
+        """Of the card and of the host."""
+        return Pace(self.seconds, self.launching)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +114,18 @@ class Chain:
     def menus(self) -> list[tuple[Option, ...]]:
         """The options of each block."""
         return [block.options for block in self.blocks]
+
+    def with_options(self, change: Callable[[str, Option], Option]) -> Chain:
+        """The same with each option as `change` makes it, which is told its block's name, too."""
+        return dataclasses.replace(
+            self,
+            blocks=tuple(
+                dataclasses.replace(
+                    block, options=tuple(change(block.name, option) for option in block.options)
+                )
+                for block in self.blocks
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
