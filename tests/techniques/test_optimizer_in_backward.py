@@ -443,3 +443,34 @@ def test_on_a_gpu_the_gradients_never_live_at_once(momentum: float) -> None:
     small = 20 * 256 * 4  # activations
     assert layers * weight <= peak(armed=False) <= layers * weight + small
     assert weight <= peak(armed=True) <= weight + small
+
+
+def test_small_parameters_step_together_and_large_ones_as_they_come() -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        wide = [nn.Linear(64, 64) for _ in range(4)]
+        return nn.Sequential(*wide, *(nn.LayerNorm(64) for _ in range(8)))
+
+    def train(model: nn.Module, armed: bool) -> list[int]:
+        """How many parameters each step was shown, in one training step."""
+        optimizer = torch.optim.Adam(model.parameters())
+        in_backward = OptimizerInBackward(optimizer) if armed else None
+        shown: list[int] = []
+        original = optimizer.step
+
+        def step() -> None:
+            shown.append(sum(len(group["params"]) for group in optimizer.param_groups))
+            original()
+
+        optimizer.step = step  # type: ignore[method-assign]
+        torch.manual_seed(1)
+        step_once(model(torch.randn(4, 64)).square().mean(), optimizer, in_backward)
+        return shown
+
+    plain, stepped = made(), made()
+    assert train(plain, armed=False) == [24]
+    shown = train(stepped, armed=True)
+    # A wide layer's weight does not wait; norms and biases do.
+    assert sum(shown) == 24 and 4 <= len(shown) <= 6
+    for one, other in zip(plain.parameters(), stepped.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -6,6 +6,7 @@ they lie in numpy's memory: what a budget limits is the memory of the job's own 
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -68,14 +69,16 @@ class HostCopies:
                 copy.version = -1
                 if tensor.device.type != "cuda":
                     copy.value.copy_(tensor.detach())
-                    continue
-                side = self._stream(tensor.device)
+            on_gpu = [pair for pair in changed if pair[0].device.type == "cuda"]
+            for device, pairs in itertools.groupby(on_gpu, key=lambda pair: pair[0].device):
+                side = self._stream(device)
                 if side not in streams:
-                    side.wait_stream(torch.cuda.current_stream(tensor.device))
+                    side.wait_stream(torch.cuda.current_stream(device))
                     streams.add(side)
                 with torch.cuda.stream(side):
-                    copy.value.copy_(tensor.detach(), non_blocking=True)
-            self._record([pair for pair in changed if pair[0].device.type == "cuda"])
+                    for tensor, copy in pairs:
+                        copy.value.copy_(tensor.detach(), non_blocking=True)
+            self._record(on_gpu)
             for tensor, copy in changed:  # not before: what was not copied must not count as such
                 copy.version = tensor._version
 

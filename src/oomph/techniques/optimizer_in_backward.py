@@ -1,8 +1,10 @@
-"""Step each parameter inside backward, as soon as its gradient is complete, and free the gradient.
+"""Step each parameter inside backward, once its gradient is complete, and free the gradient.
 
 The gradients of all parameters then never live at once. The user's own optimizer makes each step;
-for its duration it is shown one parameter group that holds this parameter alone. So its state, its
+for its duration it is shown one parameter group that holds only what is stepped. So its state, its
 hyper-parameters and its schedulers are those of the untouched job, and so are the numbers (exact).
+Small parameters wait for each other and step together: for each step the host takes as long as for
+many kernels.
 
 A parameter steps when the last micro-batch's backward brings its gradient, so whoever runs the
 steps says which backward is the last: `with in_backward.armed(): loss.backward()`.
@@ -45,6 +47,9 @@ PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+
+#: Gradients that wait for each other are so many bytes, at most, and this part of all of them.
+TOGETHER, PART = 32 << 20, 1 / 32
 
 
 class Masters(Protocol):
@@ -94,7 +99,10 @@ class OptimizerInBackward:
         self.before_step: Callable[[Tensor], None] | None = None
         self._armed = False
         self._scale: Tensor | None = None
-        self._stepped: set[Tensor] = set()
+        #: What has its gradient and is stepped with what comes next.
+        self._waiting: list[Tensor] = []
+        #: What was stepped or waits for it.
+        self._came: set[Tensor] = set()
         #: By owned tensor: its group, as the optimizer has them when a region is armed.
         self._groups: dict[Tensor, dict[str, Any]] = {}
         #: Each device has its own backward thread, and the optimizer is shown one group at a time.
@@ -102,10 +110,13 @@ class OptimizerInBackward:
         #: By leaf: the tensor that the optimizer steps for it.
         self._owned: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        #: Bytes of gradients that are worth a step.
+        self._together = 0.0
         for owned in _parameters(optimizer):
             leaf = masters.leaf_of(owned) if masters is not None else owned
             if leaf.requires_grad:
                 self._owned[leaf] = owned
+                self._together += owned.nbytes * PART
                 hook = leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
                 self._handles.append(hook)
 
@@ -126,19 +137,19 @@ class OptimizerInBackward:
         self._armed, self._scale, self.dirty = True, scale, False
         try:
             yield
-            for owned in self._groups:
-                if owned.grad is not None:
-                    self._step(owned)
+            left = [owned for owned in self._groups if owned not in self._came]
+            for owned in left:
+                self._came_in(owned)
+            self._step()
             # What schedulers look at; it says nothing about how many parameters had a gradient.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
             tell_followers(self._optimizer)
         except BaseException:
-            self.dirty = bool(self._stepped)
+            self.dirty = len(self._came) > len(self._waiting)
             raise
         finally:
             self._armed, self._scale = False, None
-            self._groups = {}
-            self._stepped = set()
+            self._groups, self._waiting, self._came = {}, [], set()
 
     def undo(self) -> None:
         """Backward only makes gradients again."""
@@ -149,36 +160,50 @@ class OptimizerInBackward:
 
     def _arrived(self, leaf: Tensor) -> None:
         if self._armed:
-            self._step(self._owned[leaf])
+            self._came_in(self._owned[leaf])
 
-    def _step(self, owned: Tensor) -> None:
+    def _came_in(self, owned: Tensor) -> None:
         if owned.grad is None:
             return  # as the plain optimizer: somebody took the gradient away
-        with self._lock, torch.no_grad():
-            group = self._group_of(owned)
-            # Before the step: one that fails halfway has changed something, too.
-            self._stepped.add(owned)
-            if self.before_step is not None:
-                self.before_step(owned)
-            if self._scale is not None:
-                owned.grad.mul_(self._scale)
-            with part_of_a_step(), shown_only(self._optimizer, group, [owned]):
-                self._optimizer.step()
-            owned.grad = None
+        with self._lock:
+            self._check_new(owned)
+            self._came.add(owned)
+            self._waiting.append(owned)
+            waiting = sum(_gradient_bytes(one) for one in self._waiting)
+            if waiting >= min(self._together, TOGETHER):
+                self._step()
 
-    def _group_of(self, owned: Tensor) -> dict[str, Any]:
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Step what waits, one group of parameters after the other."""
+        while self._waiting:
+            group = self._groups[self._waiting[0]]
+            together = [one for one in self._waiting if self._groups[one] is group]
+            # Before the step: one that fails halfway has changed something, too.
+            self._waiting = [one for one in self._waiting if self._groups[one] is not group]
+            for owned in together:
+                if self.before_step is not None:
+                    self.before_step(owned)
+                if self._scale is not None and owned.grad is not None:
+                    owned.grad.mul_(self._scale)
+            with part_of_a_step(), shown_only(self._optimizer, group, together):
+                self._optimizer.step()
+            for owned in together:
+                owned.grad = None
+
+    def _check_new(self, owned: Tensor) -> None:
         shape = list(owned.shape)
         if owned not in self._groups:
             raise BadInput(
                 f"a parameter {shape} is no longer in the optimizer: undo stepping inside backward "
                 "before the optimizer's parameters are replaced, and apply it again afterwards"
             )
-        if owned in self._stepped:
+        if owned in self._came:
             raise BadInput(
-                f"a parameter {shape} got a second gradient after it was stepped: arm one backward "
-                "only, and use checkpoint(…, use_reentrant=False) for weights used more than once"
+                f"a parameter {shape} got a second gradient after its step was due: arm one"
+                " backward only, and use checkpoint(…, use_reentrant=False) for weights used more"
+                " than once"
             )
-        return self._groups[owned]
 
     def _check_step_hooks(self) -> None:
         if foreign_step_hooks(self._optimizer, self._masters):
@@ -244,6 +269,10 @@ def runs_step_of(
     """Whether the optimizer is of one of these classes, and steps as that class does."""
     step = inspect.unwrap(type(optimizer).step)
     return any(isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in classes)
+
+
+def _gradient_bytes(owned: Tensor) -> int:
+    return owned.grad.nbytes if owned.grad is not None else 0
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

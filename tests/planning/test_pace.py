@@ -1,0 +1,136 @@
+"""What the card takes and what its host takes are told apart, and the longer of them counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from oomph.planning.audition import Audition
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.pace import Pace, ratio
+from oomph.planning.real_clock import RealClock, kind_of
+from oomph.planning.solver import Chain, ChainBlock, Option, solve
+
+#: Recomputing takes more of both.
+MENU = (
+    Option(name=KEEP, saved=8, forward=8, backward=8, seconds=2.0, launching=1.0),
+    Option(name=RECOMPUTE, saved=1, forward=8, backward=8, seconds=3.0, launching=1.5),
+)
+
+
+def heard(launch: float = 1.0, **how: object) -> Audition:
+    """Two blocks whose launches take so many times as long as those of `MENU`."""
+    options = tuple(
+        dataclasses.replace(one, launching=one.launching * launch, seconds=one.seconds)
+        for one in MENU
+    )
+    blocks = tuple(
+        ChainBlock(name=name, options=options, forward_base=0, backward_base=0) for name in "ab"
+    )
+    return Audition(
+        choices=Choices(**how),  # type: ignore[arg-type]
+        chain=Chain(blocks=blocks, loss_base=0, floor=0),
+        parts=2,
+        others=Pace(1.0, 0.5 * launch),
+        step=Pace(0.25, 1.0 * launch),
+        loss_is_chunked=False,
+        lasting=0,
+    )
+
+
+def test_a_step_takes_what_takes_longer_over_all_of_it() -> None:
+    # 2 × (2 + 2 + 1) + 0.25 of kernels, 2 × (1 + 1 + 0.5) + 1 of launches.
+    assert heard().fastest == pytest.approx(10.25)
+    assert not heard().waits_for_launches and not heard().waits
+    assert heard(launch=2).fastest == pytest.approx(12)
+    assert heard(launch=2).waits_for_launches and heard(launch=2).waits
+
+
+def test_where_the_card_waits_the_solver_can_go_by_the_hosts_seconds() -> None:
+    slow_to_keep = dataclasses.replace(MENU[0], launching=9.0)
+    waiting = heard()
+    chain = waiting.chain.with_options(lambda _, one: slow_to_keep if one.name == KEEP else one)
+    waiting = dataclasses.replace(waiting, chain=chain)
+    by_kernels, by_host = solve(waiting.priced(0.0), 100), solve(waiting.launched, 100)
+    assert by_kernels is not None and by_host is not None
+    assert set(waiting.choose(by_kernels).blocks.values()) == {KEEP}
+    assert set(waiting.choose(by_host).blocks.values()) == {RECOMPUTE}
+    assert waiting.seconds(by_host) < waiting.seconds(by_kernels)
+
+
+def test_ratios_are_of_each_by_itself_and_need_something_to_tell_them() -> None:
+    assert ratio([]) == Pace(1.0, 1.0)
+    assert ratio([(Pace(3.0, 8.0), Pace(2.0, 4.0)), (Pace(9.0), Pace(0.0))]) == Pace(1.5, 2.0)
+
+
+def test_real_seconds_of_kernels_and_launches_take_the_place_of_the_clocks() -> None:
+    told = heard()
+    times = {(block, KEEP): Pace(4.0, 3.0) for block in "ab"}
+    timed = told.timed(times)
+    # What was not timed is taken for twice and three times as long, too.
+    assert timed.chain.blocks[0].options[1].pace == Pace(6.0, 4.5)
+    assert timed.others == Pace(2.0, 1.5) and timed.step == Pace(0.5, 3.0)
+
+
+def test_a_graph_is_launched_as_one_whatever_was_timed() -> None:
+    graph = heard(launch=0.0, cuda_graph=True)
+    both = dataclasses.replace(heard(), graphed=graph)
+    timed = both.timed({(block, KEEP): Pace(2.5, 50.0) for block in "ab"})
+    assert timed.fastest > 200 and timed.graphed is not None
+    assert timed.graphed.fastest == pytest.approx(1.25 * graph.fastest)
+
+
+class Timer:
+    """Says that blocks take twice of the card and thrice of the host."""
+
+    def time(self, _: Choices, menus: dict[str, list[str]]) -> dict[tuple[str, str], Pace]:
+        told = {one.name: one.pace for one in MENU}
+        return {(p, how): told[how].scaled(Pace(2, 3)) for p, menu in menus.items() for how in menu}
+
+
+@dataclasses.dataclass
+class Blocks:
+    """As a survey has them."""
+
+    path: str
+    kind: str = "Block"
+
+
+@dataclasses.dataclass
+class Found:
+    blocks: tuple[Blocks, ...] = (Blocks("a"), Blocks("b"))
+
+
+def test_steps_inside_backward_are_added_to_what_was_timed_without_them() -> None:
+    plain = heard()
+    real = RealClock(timer=Timer())  # type: ignore[arg-type]
+    real.time(plain.choices, plain, Found())  # type: ignore[arg-type]
+    assert real.knows(plain.choices) and kind_of(plain.choices) == (None, "own")
+    inside = dataclasses.replace(
+        plain,
+        choices=Choices(optimizer_in_backward=True),
+        chain=plain.chain.with_options(
+            lambda _, one: dataclasses.replace(
+                one, seconds=one.seconds + 0.5, launching=one.launching + 7.0
+            )
+        ),
+    )
+    keep = real.correct(plain, 8).chain.blocks[0].options[0]
+    assert keep.pace == Pace(4.0, 3.0)
+    keep = real.correct(inside, 8).chain.blocks[0].options[0]
+    assert keep.pace == Pace(4.5, 10.0)
+
+
+def test_parts_of_another_size_are_taken_for_slower_by_as_much() -> None:
+    plain = heard()
+    real = RealClock(timer=Timer())  # type: ignore[arg-type]
+    real.time(plain.choices, plain, Found())  # type: ignore[arg-type]
+    half = dataclasses.replace(
+        heard(launch=1.5, micro_batch=4),
+        chain=heard(launch=1.5).chain.with_options(
+            lambda _, one: dataclasses.replace(one, seconds=one.seconds / 2)
+        ),
+    )
+    keep = real.correct(half, 8).chain.blocks[0].options[0]
+    assert keep.pace == Pace(2.0, 4.5)
