@@ -180,7 +180,7 @@ class HostStep:
     ) -> None:
         """Step pieces of a group in one go: between kernels this thread waits for its turn."""
         state = self._parts.state
-        stepped = [piece.of(self._stepped_tensor(piece.trained)) for piece in pieces]
+        stepped = [piece.apart(self._stepped_tensor(piece.trained)) for piece in pieces]
         gradients = self._scratch.converted(gradients, [tensor.dtype for tensor in stepped])
         scale(gradients, coefficient)
         for tensor, gradient in zip(stepped, gradients, strict=True):

@@ -60,13 +60,22 @@ class Piece:
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This piece of a tensor that has the parameter's shape, without history."""
+        """This piece of a tensor that has the parameter's shape, without history.
+
+        Where that is all of it, the tensor itself: there are many pieces.
+        """
+        plain = tensor.detach() if tensor.requires_grad else tensor
         if self.is_whole:
-            return tensor.detach()
-        if tensor.is_contiguous():  # one op in place of two: there are many pieces
+            return plain
+        if tensor.is_contiguous():  # one op in place of two
             start = tensor.storage_offset() + self.start
-            return tensor.detach().as_strided((self.numel,), (1,), start)
-        return tensor.detach().reshape(-1)[self.start : self.stop]
+            return plain.as_strided((self.numel,), (1,), start)
+        return plain.reshape(-1)[self.start : self.stop]
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """The same as a tensor of its own, which may have another gradient."""
+        piece = self.of(tensor)
+        return piece.detach() if piece is tensor else piece
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

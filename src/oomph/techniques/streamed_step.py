@@ -64,8 +64,9 @@ class StreamedStep:
             visit.state[piece] = {name: gpu_like(t, device) for name, t in on_host.items()}
             pairs += zip(on_host.values(), visit.state[piece].values(), strict=True)
             if (home := self._home(piece.trained)) is not None:
-                visit.stepped[piece] = gpu_like(piece.of(home), device)
-                pairs.append((piece.of(home), visit.stepped[piece]))
+                source = piece.of(home)
+                visit.stepped[piece] = gpu_like(source, device)
+                pairs.append((source, visit.stepped[piece]))
             elif _steps_cold_weights(piece):
                 visit.stepped[piece] = gpu_like(piece.of(piece.trained.like), device)
             from_disk[piece] = self._parts.state.room_from_disk(piece, device)
@@ -128,7 +129,7 @@ class StreamedStep:
             scale(scaled, coefficient)
             # Masters and weights that came, or those that are here: the owned one is the master.
             tensors = [
-                visit.stepped[piece] if piece in visit.stepped else piece.of(piece.trained.owned)
+                visit.stepped[piece] if piece in visit.stepped else piece.apart(piece.trained.owned)
                 for piece in pieces
             ]
             for tensor, gradient in zip(tensors, scaled, strict=True):

@@ -29,7 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -56,12 +56,14 @@ from oomph.techniques.host_tensors import StandIns, brought_home, no_number
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
 from oomph.techniques.weight_blocks import (
+    Numbers,
     Place,
     Unit,
     device_of,
     end_of,
     find_blocks,
     lay_out,
+    numbers_in,
     streamed_by,
 )
 
@@ -127,7 +129,7 @@ class StreamedWeights:
         self._writes: dict[Tensor, list[Copy]] = {}
         #: How often the host's numbers of a parameter were changed.
         self._versions: Counter[Tensor] = Counter()
-        self._placeholders: dict[torch.dtype, Tensor] = {}
+        self._placeholders: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self._shown: dict[nn.Parameter, Unit] = {}
         #: Blocks that are on the GPU or on their way, the one that came first, first.
         self._residents: list[Unit] = []
@@ -265,7 +267,8 @@ class StreamedWeights:
         if arrival.memory is None:
             nbytes = arrival.unit.nbytes
             arrival.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        piece(place.view(arrival.memory)).copy_(numbers)
+        there = numbers_in(arrival.memory, place.dtype, arrival.numbers)
+        piece(place.view(there)).copy_(numbers)
         arrival.missing[parameter] -= numbers.nbytes
 
     def bring(self, parameter: Tensor, start: int, target: Tensor) -> Copy:
@@ -642,6 +645,7 @@ class StreamedWeights:
         after = [write for parameter in arrival.coming for write in self._writes.get(parameter, ())]
         pairs = arrival.copies_into(memory)
         unit.memory, unit.copies, unit.from_disk = memory, [], []
+        unit.numbers = arrival.numbers
         unit.versions = {parameter: self._versions[parameter] for parameter in unit.places}
         self._residents.append(unit)
         self._memories[_storage(memory)] = unit
@@ -684,7 +688,8 @@ class StreamedWeights:
             unit.is_here = True
         for parameter, place in unit.places.items():
             if self._shown.get(parameter) is not unit:  # another block may have shown it since
-                parameter.data = place.view(unit.memory)
+                there = numbers_in(unit.memory, place.dtype, unit.numbers)
+                parameter.data = place.view(there)
                 self._shown[parameter] = unit
 
     def _drop(self, unit: Unit) -> None:
@@ -701,7 +706,7 @@ class StreamedWeights:
                 self._hide(parameter)
         del self._memories[_storage(unit.memory)]
         self._residents.remove(unit)
-        unit.memory, unit.from_disk = None, []
+        unit.memory, unit.numbers, unit.from_disk = None, {}, []
         unit.is_here = unit.is_outdated = False
 
     def _drop_outdated(self) -> None:
@@ -710,11 +715,12 @@ class StreamedWeights:
 
     def _hide(self, parameter: nn.Parameter) -> None:
         self._shown.pop(parameter, None)
-        dtype = parameter.dtype
+        kind = parameter.dtype, parameter.shape
         with _plainly():
-            if dtype not in self._placeholders:
-                self._placeholders[dtype] = no_number(dtype, self._device)
-            parameter.data = self._placeholders[dtype].expand(parameter.shape)
+            if kind not in self._placeholders:
+                nothing = no_number(parameter.dtype, self._device)
+                self._placeholders[kind] = nothing.expand(parameter.shape)
+            parameter.data = self._placeholders[kind]
 
     def _units_with(self, parameter: Tensor) -> list[Unit]:
         return self._using.get(parameter, [])
@@ -826,7 +832,7 @@ class StreamedWeights:
             if note.is_cast:
                 again = unit.places[parameter].view(unit.memory).to(note.dtype)
             else:
-                again = unit.memory.view(note.dtype)
+                again = numbers_in(unit.memory, note.dtype, unit.numbers)
             return again.as_strided(*note.view)
 
     def _note_cast(self, source: Tensor, cast: Tensor) -> None:
@@ -859,6 +865,8 @@ class _Arrival:
     """By parameter: bytes that nobody has put into the memory."""
     memory: Tensor | None = None
     """There once something was put into it."""
+    numbers: Numbers = field(default_factory=dict)
+    """The same memory, by the types that were asked for."""
 
     @classmethod
     def of(cls, unit: Unit) -> _Arrival:

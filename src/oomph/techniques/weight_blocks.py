@@ -75,9 +75,21 @@ class Place:
         return numbers.as_strided((numbers.numel(),), (1,))
 
     def view(self, memory: Tensor) -> Tensor:
-        """The parameter in its block's memory, on the host or on the GPU."""
-        flat = self.bytes_in(memory).view(self.dtype)
-        return flat.as_strided(self.shape, self.stride) if flat.numel() else flat.view(self.shape)
+        """The parameter in its block's memory, here or on the host, of bytes or of numbers."""
+        numbers = memory if memory.dtype == self.dtype else memory.view(self.dtype)
+        begins = numbers.storage_offset() + self.offset // self.dtype.itemsize
+        return numbers.as_strided(self.shape, self.stride, begins)
+
+
+#: A piece of memory as numbers of a type: there are many weights, and making views takes time.
+Numbers = dict[torch.dtype, Tensor]
+
+
+def numbers_in(memory: Tensor, dtype: torch.dtype, known: Numbers) -> Tensor:
+    """Memory as numbers of a type; `known` are those of the same memory so far."""
+    if dtype not in known:
+        known[dtype] = memory.view(dtype)
+    return known[dtype]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,6 +109,8 @@ class Unit:
     """The bytes of weights that an earlier block has on the host, and their places in this one."""
     memory: Tensor | None = None
     """On the GPU, while the block is here or on its way."""
+    numbers: Numbers = field(default_factory=dict)
+    """The same memory, by the types that were asked for."""
     copies: list[Copy] = field(default_factory=list)
     """Those that last brought it to the GPU from the host."""
     from_disk: list[Copy] = field(default_factory=list)
