@@ -17,10 +17,10 @@ from oomph.gpus import find_gpu
 from oomph.gpus.profile import Profile, save_profile
 from oomph.job import Job
 from oomph.planning import planner, second_process, solver
-from oomph.planning.audition import Copies, audition, peak_allocated
+from oomph.planning.audition import Copies, audition, peak_allocated, step_effort
 from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
-from oomph.planning.planner import make_planner, plan
+from oomph.planning.planner import AT_A_GLANCE, Planner, make_planner, plan
 from oomph.planning.refining import Attempt, Foresee, Tried
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.survey import survey
@@ -97,6 +97,46 @@ def test_such_a_plan_passes_the_check_by_anyone() -> None:
         seconds=0.0,
     )
     assert again.fits
+
+
+def test_what_seemed_to_fit_at_a_glance_is_checked_before_it_is_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the fastest then does not fit, the next fastest is checked; here, what was first."""
+    examine, glances, checks = Planner._examine, [], []
+
+    def doubt(self: Planner, choices: Choices, phases: Any = PHASES) -> Any:
+        estimate, verdict = examine(self, choices, phases)
+        if phases is AT_A_GLANCE:
+            glances.append(str(choices))
+            return estimate, verdict._replace(fits=True, rehearsed=1e-9 * 0.9 ** len(glances))
+        checks.append(str(choices))
+        return estimate, verdict._replace(fits=verdict.fits and str(choices) not in glances)
+
+    monkeypatch.setattr(SecondProcess, "ask", lambda *_: None)
+    monkeypatch.setattr(Planner, "_examine", doubt)
+    budget = device_overhead(H200).high + int(2.6 * weights())
+    made = plan(job(), gpu=H200, budget=budget, allow="exact", compile_blocks=False)
+    assert len(glances) > 1, "else this shows nothing"
+    assert glances[-1] in checks, "the best of them"
+    assert str(made.choices) in checks and str(made.choices) not in glances
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_glance_takes_as_long_as_a_check_finds_the_step_to_take(share: float) -> None:
+    """What the host's cores begin in one step is in the way of the next."""
+    choices = Choices(optimizer_on="host", host_share=share)
+    clock = Clock.of(H200)
+    quick, whole = (
+        step_effort(
+            rehearse(
+                job(), H200, phases, choices=choices, clock=clock, skip_first_step=phases != PHASES
+            ),
+            1,
+        ).seconds(clock)
+        for phases in (AT_A_GLANCE, PHASES)
+    )
+    assert quick == pytest.approx(whole, rel=0.01)
 
 
 def test_with_room_for_everything_nothing_leaves() -> None:

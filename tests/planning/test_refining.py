@@ -39,9 +39,9 @@ class Machine:
         return refine(start, self, gradients=GRADIENTS, first=1.0, host_steps=host_steps).choices
 
 
-@pytest.mark.parametrize("twentieths", [0, *range(2, 20)])
-def test_the_host_gets_the_share_that_is_fastest(twentieths: int) -> None:
-    share = twentieths / 20
+@pytest.mark.parametrize("tenths", range(10))
+def test_the_host_gets_the_share_that_is_fastest(tenths: int) -> None:
+    share = tenths / 10
     machine = Machine(share=share)
     assert machine.refine(INSIDE).host_share == share
     assert len(machine.tried) <= len(SHARES_BETWEEN) + 1 + math.ceil(share / SHARES[0])
@@ -142,7 +142,7 @@ def test_what_was_changed_to_make_room_stays() -> None:
     start = Tried(choices=INSIDE, seconds=1.0)
     found = refine(start, attempt, gradients=GRADIENTS, first=1.0, host_steps=True)
     assert found.choices == dataclasses.replace(
-        INSIDE, host_share=0.95, blocks={"blocks.0": "recompute"}
+        INSIDE, host_share=0.9, blocks={"blocks.0": "recompute"}
     )
 
 

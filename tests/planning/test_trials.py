@@ -92,3 +92,19 @@ def test_what_comes_next_is_asked_for_beside_as_it_will_be_tried() -> None:
     leaned = dataclasses.replace(shares[1], blocks=LEAN)
     assert machine.asked_beside[-1] == [leaned, shares[2]], "not what is tried here itself"
     assert len(machine.asked_beside[-1]) == FORESEEN
+
+
+def test_what_fits_is_named_from_the_best_on() -> None:
+    machine = Machine()
+    tried = [
+        machine.trials.attempt(dataclasses.replace(START, **change))
+        for change in ({"state_ahead": 8}, {"gpu_share": 0.05}, {"gpu_share": 0.9})
+    ]
+    leaner, kept, none = tried
+    assert leaner is not None and kept is not None and none is None
+    assert leaner.seconds < kept.seconds
+    assert machine.trials.fastest_first(leaner) == [leaner, kept]
+    # What is better than the best was given up for a reason.
+    assert machine.trials.fastest_first(kept) == [kept]
+    lighter = dataclasses.replace(leaner, host=leaner.host - 1)
+    assert machine.trials.fastest_first(lighter) == [lighter]

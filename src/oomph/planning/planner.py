@@ -111,8 +111,13 @@ MOST_CHECKS = 12
 #: How many ways to run blocks are timed for real, at most.
 MOST_TIMED = 4
 
+#: What a glance at choices rehearses, the first step left out: about half of a check.
+AT_A_GLANCE = ("build", "step")
+#: How many that seemed to fit at a glance are checked, at most.
+MOST_CONFIRMED = 3
+
 #: What the second process is asked to do with choices.
-HEAR, CHECK, PRICE = "hear", "check", "price"
+HEAR, CHECK, GLANCE, PRICE = "hear", "check", "glance", "price"
 
 Say = Callable[[str], None]
 
@@ -748,7 +753,7 @@ class Planner:
             return verdict, candidate
         assert self.gpu is not None and candidate.rehearsed is not None
         trials = Trials(
-            look_into=self._look_into,
+            look_into=self._glance_at,
             leaner=self._leaner,
             seconds=self._rehearsed_seconds,
             limit=self._limit(True),
@@ -769,7 +774,13 @@ class Planner:
             lighter = self._moving_less(trials.who_has(best.choices)[1])
             trials.add_blocks(lighter)
             best = make_host_room(best, lighter.choices, trials.attempt, self.host)
-        return trials.who_has(best.choices)
+        for tried in trials.fastest_first(best)[:MOST_CONFIRMED]:
+            found = trials.who_has(tried.choices)
+            if str(found[1].choices) not in self._checks:
+                found = self._check(found[1])
+            if found[0].fits:
+                return found
+        return verdict, candidate
 
     def _state_bytes(self, choices: Choices) -> int:
         """Bytes of the optimizer's state, and masters, as what was heard without them tells."""
@@ -959,12 +970,29 @@ class Planner:
         self, candidate: Candidate, likely: Sequence[Choices]
     ) -> tuple[Verdict, Candidate]:
         """Its check, by the second process where that was asked; `likely` are those to come."""
-        told = self._second.answer(_question(CHECK, candidate.choices))
+        return self._told_of(candidate, CHECK, likely) or self._check(candidate)
+
+    def _glance_at(
+        self, candidate: Candidate, likely: Sequence[Choices]
+    ) -> tuple[Verdict, Candidate]:
+        """The same of the step alone, which is quicker and no proof."""
+        told = self._told_of(candidate, GLANCE, likely)
+        if told is not None:
+            return told
+        self.say("trying a plan by rehearsing its step")
+        _, verdict = self._examine(candidate.choices, AT_A_GLANCE)
+        return verdict, verdict.passed_on(candidate)
+
+    def _told_of(
+        self, candidate: Candidate, what: str, likely: Sequence[Choices]
+    ) -> tuple[Verdict, Candidate] | None:
+        """What the second process found; asked for what is likely where it found nothing."""
+        told = self._second.answer(_question(what, candidate.choices))
         if told is not None:
             verdict = Verdict(*told)
             return verdict, verdict.passed_on(candidate)
-        self._second.ask([_question(CHECK, choices) for choices in likely])
-        return self._check(candidate)
+        self._second.ask([_question(what, choices) for choices in likely])
+        return None
 
     def _check(self, candidate: Candidate) -> tuple[Verdict, Candidate]:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
@@ -974,29 +1002,40 @@ class Planner:
         self._checks[str(candidate.choices)] = estimate
         return verdict, candidate
 
-    def _examine(self, choices: Choices) -> tuple[Estimate, Verdict]:
+    def _examine(
+        self, choices: Choices, phases: Sequence[str] = PHASES
+    ) -> tuple[Estimate, Verdict]:
         """The same of choices alone: with the settings of the allocator that are better."""
-        timeline = rehearse(self.job, self.gpu, PHASES, choices=choices, clock=self.clock)
+        timeline = rehearse(
+            self.job,
+            self.gpu,
+            phases,
+            choices=choices,
+            clock=self.clock,
+            skip_first_step=phases is AT_A_GLANCE,
+        )
         rehearsed = None
         if choices.leaves:
             parts = count_parts(self.job, choices.micro_batch)
             rehearsed = step_effort(timeline, parts).seconds(self.clock)
         limit = self._limit(choices.leaves)
-        estimate, allocator = self._judge(timeline, "", limit), choices.allocator
+        estimate, allocator = self._judge(timeline, "", limit, phases), choices.allocator
         if self.gpu is not None and not (estimate.fits and not estimate.step_retries):
-            expandable = self._judge(timeline, EXPANDABLE, limit)
+            expandable = self._judge(timeline, EXPANDABLE, limit, phases)
             if merit_of(expandable) > merit_of(estimate):
                 estimate, allocator = expandable, EXPANDABLE
         return estimate, Verdict.of(estimate, rehearsed, allocator)
 
-    def _judge(self, timeline: Timeline, settings: str, limit: int) -> Estimate:
+    def _judge(
+        self, timeline: Timeline, settings: str, limit: int, phases: Sequence[str]
+    ) -> Estimate:
         estimate = judge(
             timeline,
             job=self.job.name,
             gpu=self.gpu,
             budget=limit,
             settings=AllocatorSettings.parse(settings),
-            phases=PHASES,
+            phases=phases,
             seconds=0.0,
         )
         return dataclasses.replace(estimate, budget=self.budget)
@@ -1011,7 +1050,7 @@ class Planner:
             return to_plain(self._audition(choices))
         if what == PRICE:
             return price(self.job, self.gpu, self.clock, choices)
-        return self._examine(choices)[1]
+        return self._examine(choices, AT_A_GLANCE if what == GLANCE else PHASES)[1]
 
     # -- saying it --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from oomph.planning.choices import Choices
 PARTS = tuple(part / 8 for part in range(1, 9))
 #: What the host's cores may have to step, and by how much less or more that is tried then.
 SHARES = (0.2, 0.4, 0.6, 0.8)
-SHARES_BETWEEN = (0.1, 0.05, -0.05)
+SHARES_BETWEEN = (0.1, -0.1)
 #: Buckets of state that come before all gradients are known, in those that come ahead anyway.
 EARLY = tuple(range(2, 9))
 #: Rows of the loss at a time, as parts of those that were planned so far.

@@ -141,8 +141,7 @@ def _rehearse(
                 if skips:
                     _make_state(optimizer, stage)
                     recorder.mark(END_OF_STEP)
-                # A step that the next one completes makes two of a kind: the second has it all.
-                again = phase == "step" and stage.host is not None and stage.host.defers
+                again = phase == "step" and _reaches_into_next(stage, skip_first_step)
                 for _ in range(2 if again else 0 if skips else 1):
                     if copies is not None:
                         copies.begin()
@@ -162,6 +161,15 @@ def _rehearse(
     if "save" in phases:
         with recorder.phase("save"):
             _save(stage)
+
+
+def _reaches_into_next(stage: Stage, is_first: bool) -> bool:
+    """Whether it takes two steps of a kind, of which the second has it all: its end is the next's.
+
+    What the host's cores begin reaches into the next one, which the first of all does not show.
+    """
+    host = stage.host
+    return host is not None and (host.defers or (is_first and host.steps_on_host))
 
 
 def _set_stage(

@@ -163,6 +163,8 @@ class HostOptimizer:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         #: Whether steps are only begun: all gradients must be known before the first is used.
         self.defers = clip_norm is not None or self._scaler is not None
+        #: Whether the host's cores still make a step when the next one has begun.
+        self.steps_on_host = placement.host_share > 0
         #: Whether a step broke off after some parameters had been stepped: weights and state are
         #: then partly those of the next step, and no further step is made.
         self.dirty = False
