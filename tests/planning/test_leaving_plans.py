@@ -16,11 +16,12 @@ from oomph.estimation import judge
 from oomph.gpus import find_gpu
 from oomph.gpus.profile import Profile, save_profile
 from oomph.job import Job
-from oomph.planning import planner, second_process, solver
+from oomph.planning import planner, questions, second_process, solver
 from oomph.planning.audition import Copies, audition, peak_allocated, step_effort
+from oomph.planning.checker import AT_A_GLANCE, Checker
 from oomph.planning.choices import Choices
 from oomph.planning.plan import Plan
-from oomph.planning.planner import AT_A_GLANCE, Planner, make_planner, plan
+from oomph.planning.planner import make_planner, plan
 from oomph.planning.refining import Attempt, Foresee, Tried
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.survey import survey
@@ -103,9 +104,9 @@ def test_what_seemed_to_fit_at_a_glance_is_checked_before_it_is_a_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the fastest then does not fit, the next fastest is checked; here, what was first."""
-    examine, glances, checks = Planner._examine, [], []
+    examine, glances, checks = Checker._examine, [], []
 
-    def doubt(self: Planner, choices: Choices, phases: Any = PHASES) -> Any:
+    def doubt(self: Checker, choices: Choices, phases: Any) -> Any:
         estimate, verdict = examine(self, choices, phases)
         if phases is AT_A_GLANCE:
             glances.append(str(choices))
@@ -114,7 +115,7 @@ def test_what_seemed_to_fit_at_a_glance_is_checked_before_it_is_a_plan(
         return estimate, verdict._replace(fits=verdict.fits and str(choices) not in glances)
 
     monkeypatch.setattr(SecondProcess, "ask", lambda *_: None)
-    monkeypatch.setattr(Planner, "_examine", doubt)
+    monkeypatch.setattr(Checker, "_examine", doubt)
     budget = device_overhead(H200).high + int(2.6 * weights())
     made = plan(job(), gpu=H200, budget=budget, allow="exact", compile_blocks=False)
     assert len(glances) > 1, "else this shows nothing"
@@ -306,7 +307,7 @@ def test_a_second_process_changes_nothing_but_the_time(monkeypatch: pytest.Monke
     alone = made(forks=False)
     assert not answered
     assert made(forks=True) == alone
-    assert {planner.HEAR, planner.CHECK, planner.PRICE} <= set(answered)
+    assert {questions.HEAR, questions.CHECK, questions.PRICE} <= set(answered)
 
 
 def test_parts_without_room_for_their_gradients_are_not_heard(

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from oomph.errors import DoesNotFit, HostTooSmall
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job
+from oomph.planning.checker import Say
 from oomph.planning.plan import SCHEMA_VERSION, Plan
-from oomph.planning.planner import Say, plan
+from oomph.planning.planner import plan
 from oomph.techniques.technique import Fidelity
 from oomph.units import parse_bytes
 

@@ -13,8 +13,8 @@ from oomph.errors import BadInput
 from oomph.gpus import GPU, known_gpus
 from oomph.job import Job
 from oomph.planning.attempt import NoPlan, try_plan
+from oomph.planning.checker import Say
 from oomph.planning.plan import SCHEMA_VERSION, Plan
-from oomph.planning.planner import Say
 from oomph.planning.prices import Prices, example_prices
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import END_OF_STEP, Category

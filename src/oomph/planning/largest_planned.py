@@ -10,9 +10,9 @@ from oomph.errors import BadInput
 from oomph.gpus import GPU
 from oomph.job import Job, check_count
 from oomph.planning.attempt import Attempt, NoPlan, try_plan
+from oomph.planning.checker import Say
 from oomph.planning.limits import MOST, LimitedBy, MakeJob, Search
 from oomph.planning.plan import Plan
-from oomph.planning.planner import Say
 from oomph.techniques.technique import Fidelity
 
 #: Planning takes seconds: sizes closer together than this part of the answer are not told apart.

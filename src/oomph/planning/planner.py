@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from oomph.errors import BadInput, CannotRehearse, DoesNotFit, HostTooSmall
-from oomph.estimation import Estimate, judge
+from oomph.estimation import Estimate
 from oomph.gpus import GPU, find_gpu
 from oomph.gpus.profile import load_profile
 from oomph.job import Job, batch_size, make_batch
@@ -32,7 +32,6 @@ from oomph.planning.audition import (
     audition,
     buckets_of_a_block,
     count_parts,
-    step_effort,
 )
 from oomph.planning.audition_json import from_plain, to_plain
 from oomph.planning.block_timer import BlockTimer
@@ -46,28 +45,24 @@ from oomph.planning.candidates import (
     kind_of,
     least_seconds,
     leaves_no_more,
-    merit_of,
     way_of,
     with_blocks,
 )
 from oomph.planning.changes import Price, describe_changes, fusing_rounds, price
+from oomph.planning.checker import Checker, Say
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
+from oomph.planning.questions import HEAR, PRICE, question
 from oomph.planning.real_clock import RealClock
 from oomph.planning.refining import WORTH_IT, refine
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
 from oomph.planning.trials import FORESEEN, Trials
-from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.garbage import only_new_garbage
-from oomph.rehearsal.hidden import device_overhead
-from oomph.rehearsal.phases import PHASES, rehearse
-from oomph.rehearsal.timeline import Timeline
-from oomph.techniques.allocator_settings import EXPANDABLE
 from oomph.techniques.technique import Fidelity
 from oomph.timing.clock import Clock
 from oomph.units import format_bytes, parse_bytes
@@ -84,9 +79,6 @@ WORTH_HEARING = 1e-6
 FIRST_MARGIN = 0.015
 #: The same where something leaves the GPU, and what is on its way takes memory, too.
 LEAVING_MARGIN = 0.05
-#: The part of the room for tensors that stays free where something leaves the GPU: what is on its
-#: way is freed when copies are done; with nothing to spare the allocator empties its cache for it.
-COPY_MARGIN = 0.05
 #: How much slower than without a limit a plan must be for others to leave the GPU.
 LEAVE_FROM = 1.1
 #: How much slower than with everything kept a plan may be for nothing more to leave the GPU.
@@ -111,15 +103,8 @@ MOST_CHECKS = 12
 #: How many ways to run blocks are timed for real, at most.
 MOST_TIMED = 4
 
-#: What a glance at choices rehearses, the first step left out: about half of a check.
-AT_A_GLANCE = ("build", "step")
 #: How many that seemed to fit at a glance are checked, at most.
 MOST_CONFIRMED = 3
-
-#: What the second process is asked to do with choices.
-HEAR, CHECK, GLANCE, PRICE = "hear", "check", "glance", "price"
-
-Say = Callable[[str], None]
 
 
 def plan(
@@ -221,8 +206,7 @@ class Planner:
     """By the way to run the job: rehearsed seconds over those that its audition gave."""
     _variants: dict[int, tuple[Audition, list[Audition]]] = dataclasses.field(default_factory=dict)
     """By the identity of an audition: itself, and the same with other chunks of the loss."""
-    _checks: dict[str, Estimate] = dataclasses.field(default_factory=dict)
-    """By choices: what checks within this budget found."""
+    _checker: Checker = dataclasses.field(init=False, repr=False)
     _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
     """By size of micro-batch: what the ways to run it that were not heard take at least."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -244,7 +228,6 @@ class Planner:
             changes = self._changes(candidate, estimate)
         finally:
             self._second.close()
-            self._checks.clear()
             forget_compiled()
         return self._report(candidate, estimate, changes, time.perf_counter() - began)
 
@@ -263,19 +246,25 @@ class Planner:
             estimate, candidate = self._choose()
         finally:
             self._second.close()
-            self._checks.clear()
             forget_compiled()
         made = self._report(candidate, estimate, (), time.perf_counter() - began)
         return dataclasses.replace(made, fidelity=plan.fidelity)
 
     def _look(self) -> None:
-        if self.made_for is not None:
-            return
-        self.say("looking at the model")
-        self.clock = Clock.of(self.gpu)
-        self.found = survey(self.job, self.gpu, self.clock, self._remember)
-        self.batch = make_batch(self.job)
-        self.notes += self.found.left_alone
+        if self.made_for is None:
+            self.say("looking at the model")
+            self.clock = Clock.of(self.gpu)
+            self.found = survey(self.job, self.gpu, self.clock, self._remember)
+            self.batch = make_batch(self.job)
+            self.notes += self.found.left_alone
+        self._checker = Checker(
+            job=self.job,
+            gpu=self.gpu,
+            clock=self.clock,
+            budget=self.budget,
+            second=self._second,
+            say=self.say,
+        )
 
     def _remember(self, model: nn.Module, optimizer: Any) -> None:
         gpu = self.gpu.name if self.gpu is not None else None
@@ -317,7 +306,7 @@ class Planner:
         for at in range(0, len(sizes), 1 if self._leaving else 2):
             if may_win(at):
                 if at and best_at + 1 < at and may_win(best_at + 1):  # which comes after all these
-                    self._second.ask([_question(HEAR, self._bases(sizes[best_at + 1])[0])])
+                    self._second.ask([question(HEAR, self._bases(sizes[best_at + 1])[0])])
                 hear(at)
         for at in (best_at - 1, best_at + 1):
             if 0 < at < len(sizes) and at % 2 and not self._leaving and may_win(at):
@@ -510,7 +499,7 @@ class Planner:
             others = [base for base in bases if base.weights != bases[0].weights]
             likely = [base for base in others if base.optimizer_in_backward]
         known = [one.choices for one in self.heard]
-        self._second.ask([_question(HEAR, base) for base in likely if base not in known])
+        self._second.ask([question(HEAR, base) for base in likely if base not in known])
 
     def _takes_at_least(self, heard: list[Audition], base: Choices) -> float:
         """Seconds of a step by what was heard with less on its way: the kernels are the same."""
@@ -571,7 +560,7 @@ class Planner:
         """Hear one way; None where it cannot be gone, which is noted and not tried again."""
         size = base.micro_batch or batch_size(self.batch)
         self.say(f"trying micro-batches of {size}")
-        told = self._second.answer(_question(HEAR, base))
+        told = self._second.answer(question(HEAR, base))
         try:
             heard = from_plain(told) if told is not None else self._audition(base)
         except CannotRehearse as error:
@@ -633,17 +622,8 @@ class Planner:
         room = self.budget
         if self.gpu is not None:
             margin = LEAVING_MARGIN if self._leaving else FIRST_MARGIN
-            room = int((self._limit(self._leaving) - self._hidden()) * (1 - margin))
+            room = int((self._checker.limit(self._leaving) - self._checker.hidden) * (1 - margin))
         return defaultdict(lambda: room)
-
-    def _limit(self, leaves: bool) -> int:
-        """What of the budget a plan may need, as rehearsed."""
-        spare = COPY_MARGIN * (self.budget - self._hidden()) if leaves else 0.0
-        return self.budget - int(max(spare, 0.0))
-
-    def _hidden(self) -> int:
-        """Device memory that no tensor shows, at most."""
-        return device_overhead(self.gpu).high if self.gpu is not None else 0
 
     def _chunked(self, heard: Audition) -> list[Audition]:
         """The same step with other chunks of the loss, without hearing it again."""
@@ -716,8 +696,8 @@ class Planner:
         missing = self._missing_on_host(verdict)
         seconds = self._rehearsed_seconds(verdict, candidate)
         if stays is not None and (missing or seconds > stays[0]):
-            return self._confirmed(stays[2])  # with the disk it became slow
-        return self._confirmed(candidate if not missing else self._refuse_host(missing)[1])
+            return self._checker.confirmed(stays[2])  # with the disk it became slow
+        return self._checker.confirmed(candidate if not missing else self._refuse_host(missing)[1])
 
     def _is_slow(self, seconds: float) -> bool:
         """Whether what leaves the GPU is looked into for it."""
@@ -728,20 +708,8 @@ class Planner:
         weights = self._weights
         self._leaving, self._weights = True, None
         bases = self._bases(self._micro_batches()[0])
-        self._second.ask([_question(HEAR, base) for base in bases[:FORESEEN]])
+        self._second.ask([question(HEAR, base) for base in bases[:FORESEEN]])
         self._leaving, self._weights = False, weights
-
-    def _confirmed(self, candidate: Candidate) -> tuple[Estimate, Candidate]:
-        """With its check made here, which nobody else's word replaces (rule 2)."""
-        if str(candidate.choices) not in self._checks:
-            self._check(candidate)
-        estimate = self._checks[str(candidate.choices)]
-        if not estimate.fits:
-            raise CannotRehearse(
-                "two rehearsals of one plan took different memory: the model or its loss does not"
-                " do the same in every step"
-            )
-        return estimate, candidate
 
     def _missing_on_host(self, verdict: Verdict) -> int:
         """Bytes of host memory that a plan needs and may not take."""
@@ -753,10 +721,10 @@ class Planner:
             return verdict, candidate
         assert self.gpu is not None and candidate.rehearsed is not None
         trials = Trials(
-            look_into=self._glance_at,
+            look_into=self._checker.glance_at,
             leaner=self._leaner,
             seconds=self._rehearsed_seconds,
-            limit=self._limit(True),
+            limit=self._checker.limit(True),
             state=self._state_bytes(candidate.choices),
         )
         profile = load_profile(self.gpu.name)
@@ -776,8 +744,8 @@ class Planner:
             best = make_host_room(best, lighter.choices, trials.attempt, self.host)
         for tried in trials.fastest_first(best)[:MOST_CONFIRMED]:
             found = trials.who_has(tried.choices)
-            if str(found[1].choices) not in self._checks:
-                found = self._check(found[1])
+            if not self._checker.was_checked(found[1]):
+                found = self._checker.check(found[1])
             if found[0].fits:
                 return found
         return verdict, candidate
@@ -834,7 +802,7 @@ class Planner:
             to_beat = best[0] if best is not None else math.inf
             rival = self._rival(rooms, checked, kind_of(candidate.choices), to_beat)
             rivals = [rival.choices] if rival is not None else []
-            verdict, candidate = self._look_into(candidate, rivals)
+            verdict, candidate = self._checker.look_into(candidate, rivals)
             if verdict.refuses_capture:
                 self._refuses_capture = True
                 self.notes.append("no CUDA graph is captured: the forward reads its data")
@@ -843,7 +811,7 @@ class Planner:
                 # The share of state on the disk is settled; where blocks are offloaded to is not.
                 if not candidate.choices.offloaded:
                     continue
-                verdict, candidate = self._look_into(_offloaded_to_disk(candidate), ())
+                verdict, candidate = self._checker.look_into(_offloaded_to_disk(candidate), ())
                 if self._missing_on_host(verdict):
                     continue
             if candidate.rehearsed is not None:
@@ -862,7 +830,7 @@ class Planner:
             elif best is not None and candidate.rehearsed is None:
                 break
             else:
-                limit = self._limit(candidate.choices.leaves)
+                limit = self._checker.limit(candidate.choices.leaves)
                 missing = max(verdict.smallest_budget - limit, room // 200)
             tried = candidate.solution.peak
             smaller, lean = min(room, tried) - missing, self._leanest(kind_of(candidate.choices))
@@ -920,9 +888,7 @@ class Planner:
         verdict, candidate = self._check_leanest()
         if verdict.fits:
             return verdict, candidate
-        need = verdict.smallest_budget
-        if candidate.choices.leaves:
-            need += math.ceil((need - self._hidden()) * COPY_MARGIN / (1 - COPY_MARGIN))
+        need = self._checker.budget_for(verdict.smallest_budget, candidate.choices.leaves)
         raise DoesNotFit(
             f"no plan fits {format_bytes(self.budget)}: the leanest needs {format_bytes(need)}"
             f" ({self._advice()})",
@@ -959,86 +925,12 @@ class Planner:
             for one in heard
             for variant in self._chunked(one)
         ]
-        return self._check(min(lean, key=lambda one: one.solution.peak))
+        return self._checker.check(min(lean, key=lambda one: one.solution.peak))
 
     def _advice(self) -> str:
         if not self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
             return "8-bit optimizer state needs less: --allow lossy"
         return "a shorter sequence, a smaller model or a larger card would do"
-
-    def _look_into(
-        self, candidate: Candidate, likely: Sequence[Choices]
-    ) -> tuple[Verdict, Candidate]:
-        """Its check, by the second process where that was asked; `likely` are those to come."""
-        return self._told_of(candidate, CHECK, likely) or self._check(candidate)
-
-    def _glance_at(
-        self, candidate: Candidate, likely: Sequence[Choices]
-    ) -> tuple[Verdict, Candidate]:
-        """The same of the step alone, which is quicker and no proof."""
-        told = self._told_of(candidate, GLANCE, likely)
-        if told is not None:
-            return told
-        self.say("trying a plan by rehearsing its step")
-        _, verdict = self._examine(candidate.choices, AT_A_GLANCE)
-        return verdict, verdict.passed_on(candidate)
-
-    def _told_of(
-        self, candidate: Candidate, what: str, likely: Sequence[Choices]
-    ) -> tuple[Verdict, Candidate] | None:
-        """What the second process found; asked for what is likely where it found nothing."""
-        told = self._second.answer(_question(what, candidate.choices))
-        if told is not None:
-            verdict = Verdict(*told)
-            return verdict, verdict.passed_on(candidate)
-        self._second.ask([_question(what, choices) for choices in likely])
-        return None
-
-    def _check(self, candidate: Candidate) -> tuple[Verdict, Candidate]:
-        """Rehearse the whole job with the candidate's choices and judge it under the budget."""
-        self.say("checking a plan by rehearsing it")
-        estimate, verdict = self._examine(candidate.choices)
-        candidate = verdict.passed_on(candidate)
-        self._checks[str(candidate.choices)] = estimate
-        return verdict, candidate
-
-    def _examine(
-        self, choices: Choices, phases: Sequence[str] = PHASES
-    ) -> tuple[Estimate, Verdict]:
-        """The same of choices alone: with the settings of the allocator that are better."""
-        timeline = rehearse(
-            self.job,
-            self.gpu,
-            phases,
-            choices=choices,
-            clock=self.clock,
-            skip_first_step=phases is AT_A_GLANCE,
-        )
-        rehearsed = None
-        if choices.leaves:
-            parts = count_parts(self.job, choices.micro_batch)
-            rehearsed = step_effort(timeline, parts).seconds(self.clock)
-        limit = self._limit(choices.leaves)
-        estimate, allocator = self._judge(timeline, "", limit, phases), choices.allocator
-        if self.gpu is not None and not (estimate.fits and not estimate.step_retries):
-            expandable = self._judge(timeline, EXPANDABLE, limit, phases)
-            if merit_of(expandable) > merit_of(estimate):
-                estimate, allocator = expandable, EXPANDABLE
-        return estimate, Verdict.of(estimate, rehearsed, allocator)
-
-    def _judge(
-        self, timeline: Timeline, settings: str, limit: int, phases: Sequence[str]
-    ) -> Estimate:
-        estimate = judge(
-            timeline,
-            job=self.job.name,
-            gpu=self.gpu,
-            budget=limit,
-            settings=AllocatorSettings.parse(settings),
-            phases=phases,
-            seconds=0.0,
-        )
-        return dataclasses.replace(estimate, budget=self.budget)
 
     # -- in the second process --------------------------------------------------------------------
 
@@ -1050,7 +942,7 @@ class Planner:
             return to_plain(self._audition(choices))
         if what == PRICE:
             return price(self.job, self.gpu, self.clock, choices)
-        return self._examine(choices, AT_A_GLANCE if what == GLANCE else PHASES)[1]
+        return self._checker.answer(what, choices)
 
     # -- saying it --------------------------------------------------------------------------------
 
@@ -1074,13 +966,13 @@ class Planner:
 
     def _price_all(self, all_choices: Sequence[Choices]) -> list[Price]:
         """Half of them here, half of them beside."""
-        self._second.ask([_question(PRICE, choices) for choices in all_choices[1::2]])
+        self._second.ask([question(PRICE, choices) for choices in all_choices[1::2]])
         prices = {
             str(choices): price(self.job, self.gpu, self.clock, choices)
             for choices in all_choices[::2]
         }
         for choices in all_choices[1::2]:
-            told = self._second.answer(_question(PRICE, choices))
+            told = self._second.answer(question(PRICE, choices))
             prices[str(choices)] = (
                 (told[0], told[1])
                 if told is not None
@@ -1146,11 +1038,6 @@ class Planner:
             ),
             default=0,
         )
-
-
-def _question(what: str, choices: Choices) -> tuple[str, dict[str, Any]]:
-    """To the second process."""
-    return what, choices.as_dict()
 
 
 def _offloaded_to_disk(candidate: Candidate) -> Candidate:

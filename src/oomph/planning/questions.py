@@ -1,0 +1,14 @@
+"""What the second process is asked to do with choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oomph.planning.choices import Choices
+
+HEAR, CHECK, GLANCE, PRICE = "hear", "check", "glance", "price"
+
+
+def question(what: str, choices: Choices) -> tuple[str, dict[str, Any]]:
+    """As plain JSON."""
+    return what, choices.as_dict()
