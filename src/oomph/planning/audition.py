@@ -40,8 +40,8 @@ from oomph.timing.clock import Clock
 
 #: Rehearsals of one audition: a class with few blocks tries out only so many options for each.
 MOST_ROUNDS = 2
-#: From how much of the kernels' seconds on the host may take longer to launch them: hosts differ,
-#: and a graph waits for none.
+#: The part of the kernels' seconds from which on launching them may take longer than they do: hosts
+#: differ, and a graph waits for none.
 MAY_WAIT = 0.7
 #: Bytes of a gradient, for each parameter.
 GRADIENT_BYTES = 4

@@ -144,8 +144,9 @@ def _time(run: Callable[[Stage], None], stage: Stage, device: torch.device) -> P
     run(stage)  # compiles
     if device.type != "cuda":
         return Pace(_median(lambda: _row_seconds(run, stage)))
-    torch.cuda.synchronize(device)
-    launching = _median(lambda: _row_seconds(run, stage), then=torch.cuda.synchronize)
+    wait = functools.partial(torch.cuda.synchronize, device)
+    wait()
+    launching = _median(lambda: _row_seconds(run, stage), then=wait)
     kernels = _median(lambda: _kernel_seconds(run, stage, ROW * launching, device))
     return Pace(kernels, launching)
 
