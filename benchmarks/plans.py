@@ -52,8 +52,9 @@ from oomph.estimation import estimate
 from oomph.gpus import find_gpu
 from oomph.job import Job
 from oomph.job_sources import job_from_name
-from oomph.planning.audition import count_parts, step_effort
+from oomph.planning.audition import count_parts
 from oomph.planning.choices import Choices
+from oomph.planning.effort import step_effort
 from oomph.planning.plan import Plan
 from oomph.planning.planner import plan as make_plan
 from oomph.rehearsal.hidden import device_overhead

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import oomph
-from oomph.planning.audition import peak_allocated
 from oomph.planning.choices import Choices
+from oomph.planning.effort import peak_allocated
 from oomph.rehearsal.phases import rehearse
 
 TRUTH = Path(__file__).parents[2] / "benchmarks/truth/h200-torch-2.11-choices.json"

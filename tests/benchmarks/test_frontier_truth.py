@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.frontier import SUITES
 from oomph.gpus import find_gpu
-from oomph.planning.audition import peak_allocated, step_effort
 from oomph.planning.choices import Choices
+from oomph.planning.effort import peak_allocated, step_effort
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline
 from oomph.timing.clock import Clock

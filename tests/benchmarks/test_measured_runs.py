@@ -11,8 +11,8 @@ import pytest
 from benchmarks.offload import CASES
 from oomph.gpus import find_gpu
 from oomph.gpus.profile import Profile, save_profile
-from oomph.planning.audition import peak_allocated, step_effort
 from oomph.planning.choices import Choices
+from oomph.planning.effort import peak_allocated, step_effort
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.timing.clock import Clock

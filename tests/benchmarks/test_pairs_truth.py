@@ -14,8 +14,8 @@ from benchmarks.plans import all_pairs, overran, predicted_again
 from benchmarks.real_steps import OK
 from benchmarks.side_by_side import TIMED_OUT
 from oomph.gpus.profile import Profile, save_profile
-from oomph.planning.audition import peak_allocated
 from oomph.planning.choices import Choices
+from oomph.planning.effort import peak_allocated
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import rehearse
 

@@ -17,17 +17,9 @@ from torch import Tensor, nn
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, make_batch
 from oomph.planning import solver
-from oomph.planning.audition import (
-    MOST_ROUNDS,
-    Audition,
-    Effort,
-    audition,
-    count_parts,
-    peak_allocated,
-    step_effort,
-    with_even_parts,
-)
+from oomph.planning.audition import MOST_ROUNDS, Audition, audition, count_parts, with_even_parts
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
+from oomph.planning.effort import Effort, peak_allocated, step_effort
 from oomph.planning.survey import Survey, survey
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.phases import rehearse

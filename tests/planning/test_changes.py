@@ -11,9 +11,10 @@ from torch import nn
 from oomph.gpus import find_gpu
 from oomph.job import Job
 from oomph.planning import changes as module
-from oomph.planning.audition import Marks, count_parts, peak_allocated, step_effort
+from oomph.planning.audition import Marks, count_parts
 from oomph.planning.changes import describe_changes, say_blocks, settings_of
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Outside
+from oomph.planning.effort import peak_allocated, step_effort
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Timeline

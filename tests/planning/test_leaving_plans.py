@@ -17,9 +17,10 @@ from oomph.gpus import find_gpu
 from oomph.gpus.profile import Profile, save_profile
 from oomph.job import Job
 from oomph.planning import planner, questions, second_process, solver
-from oomph.planning.audition import Copies, audition, peak_allocated, step_effort
+from oomph.planning.audition import Copies, audition
 from oomph.planning.checker import AT_A_GLANCE, Checker
 from oomph.planning.choices import Choices
+from oomph.planning.effort import peak_allocated, step_effort
 from oomph.planning.plan import Plan
 from oomph.planning.planner import make_planner, plan
 from oomph.planning.refining import Attempt, Foresee, Tried

@@ -11,8 +11,8 @@ from torch import nn
 
 from oomph.gpus import find_gpu
 from oomph.job import Job
-from oomph.planning.audition import peak_allocated, step_effort
 from oomph.planning.choices import Choices
+from oomph.planning.effort import peak_allocated, step_effort
 from oomph.rehearsal import slots
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline

@@ -10,8 +10,8 @@ from torch import nn
 
 from oomph.gpus import find_gpu
 from oomph.job import Job
-from oomph.planning.audition import step_effort
 from oomph.planning.choices import Choices
+from oomph.planning.effort import step_effort
 from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -26,14 +25,24 @@ from oomph.errors import CannotRehearse
 from oomph.gpus import GPU
 from oomph.job import Job, batch_size, make_batch
 from oomph.planning.choices import MASTERS, RECOMPUTE, Choices, is_offloaded, offloaded
+from oomph.planning.effort import (
+    END_OF_BACKWARD,
+    Alive,
+    Effort,
+    effort_between,
+    end_of_backward,
+    last_step,
+    part_and_step,
+    rounded,
+)
 from oomph.planning.pace import NONE, Pace, ratio
 from oomph.planning.solver import Chain, ChainBlock, Option, Solution
 from oomph.planning.survey import Survey
 from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import rehearse
-from oomph.rehearsal.recorder import FORWARD, Recorder
+from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import tensors_in
-from oomph.rehearsal.timeline import END_OF_STEP, Block, Category, Mark, Timeline
+from oomph.rehearsal.timeline import Block, Mark, Timeline
 from oomph.techniques.chunked_loss import chunked_calls
 from oomph.techniques.step_buckets import bucket_bytes
 from oomph.timing.clock import Clock
@@ -45,8 +54,6 @@ MOST_ROUNDS = 2
 MAY_WAIT = 0.7
 #: Bytes of a gradient, for each parameter.
 GRADIENT_BYTES = 4
-#: The CUDA allocator hands out multiples of this.
-ROUNDING = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,10 +386,6 @@ def _rounds(found: Survey, menus: dict[str, tuple[str, ...]]) -> list[dict[str, 
     return order
 
 
-#: Where the backward of a micro-batch is over.
-END_OF_BACKWARD = "end of backward"
-
-
 class Marks:
     """Marks where each block's forward and backward begin and end, and where backward does."""
 
@@ -458,8 +461,8 @@ class _Round:
 
 def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Round:
     """Read the last micro-batch of a marked timeline: gradients exist by then."""
-    alive = _Alive.of(timeline)
-    starts, done = _last_step(timeline)
+    alive = Alive.of(timeline)
+    starts, done = last_step(timeline)
     start = starts[-1]
     marks = _marks_from(timeline, assigned, start, done)
     # Where gradients leave, the last part also steps: another one shows what all of them take.
@@ -487,7 +490,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
         if in_transit:
             # State and weights come and go beside it: what is the block's own has to be looked for.
             given = watched.given.get((path, block.forward.event), [])
-            here = sum(_rounded(one.size) for one in given if _is_alive(one, last_end))
+            here = sum(rounded(one.size) for one in given if _is_alive(one, last_end))
             # A block that is recomputed saves what it is given.
             moved = sum(one.size for one in given) if is_offloaded(assigned[path]) else 0
             saved = born_in[at] + (0 if moved else here)
@@ -498,7 +501,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
                 saved=saved,
                 moved=moved,
                 lapsed=sum(
-                    _rounded(one.size)
+                    rounded(one.size)
                     for one in lapsing.values()
                     if block.forward.event <= one.birth < block.end.event
                 ),
@@ -508,7 +511,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
                 effort=clocked.effort,
             )
         )
-    part, step = _part_and_step(timeline)
+    part, step = part_and_step(timeline)
     if marks:
         saved, lapsed = sum(one.saved for one in heard), sum(one.lapsed for one in heard)
         # What lapses does so at once, between the loss and its backward.
@@ -518,7 +521,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
             alive.peak_between(last_end.event, before) - saved,
             alive.peak_between(after + 1, first_backward.event) - saved + lapsed,
         )
-        over = _end_of_backward(timeline, start) or done
+        over = end_of_backward(timeline, start) or done
         # When its backward is over, what the first block saved is still there for a moment.
         floor = max(
             alive.peak(start, marks[0].forward),
@@ -555,7 +558,7 @@ def _born_in(
         mine = marks[order[place]]
         stays = id(block) in lapsing or _is_alive(block, mine.backward)
         if stays and block.birth < mine.end.event:
-            sizes[order[place]] += _rounded(block.size)
+            sizes[order[place]] += rounded(block.size)
     return sizes
 
 
@@ -573,104 +576,6 @@ def _marks_from(
     return [_BlockMarks.of(path, first, last, stop) for path in paths]
 
 
-@dataclass(frozen=True)
-class Effort:
-    """What a part of a step costs the card and the host that drives it."""
-
-    kernels: float
-    """Seconds."""
-    launches: int
-    sent: int
-    """Bytes that leave for the host."""
-    brought: int
-
-    def __add__(self, other: Effort) -> Effort:
-        return Effort(
-            self.kernels + other.kernels,
-            self.launches + other.launches,
-            self.sent + other.sent,
-            self.brought + other.brought,
-        )
-
-    def __mul__(self, times: int) -> Effort:
-        return Effort(
-            times * self.kernels, times * self.launches, times * self.sent, times * self.brought
-        )
-
-    def __sub__(self, other: Effort) -> Effort:
-        return self + other * -1
-
-    def pace(self, launch: float) -> Pace:
-        """Where the host takes so many seconds for a launch."""
-        return Pace(self.kernels, self.launches * launch)
-
-    def seconds(self, clock: Clock) -> float:
-        """Whichever takes longer, by a clock."""
-        return self.pace(clock.launch).seconds
-
-
-def step_effort(timeline: Timeline, parts: int) -> Effort:
-    """A step of so many micro-batches, of which only the first few were rehearsed."""
-    starts, done = _last_step(timeline)
-    whole = _effort(starts[0], done)
-    missing = parts - len(starts)
-    if not missing:
-        return whole
-    one, _ = _part_and_step(timeline)
-    return whole + one * missing
-
-
-def _part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:
-    """One micro-batch, and the optimizer step after the last of them.
-
-    The first one makes the gradients, and those after it, which are more, add to them.
-    """
-    starts, done = _last_step(timeline)
-    last = _effort(starts[-1], done)
-    if len(starts) == 1:  # nothing to tell the two apart by, and no need to
-        return last, last - last
-    over = _end_of_backward(timeline, starts[-1])
-    if over is None or timeline.host_bytes:  # the last one steps inside of its backward
-        part = _effort(starts[-2], starts[-1])
-    else:
-        part = _effort(starts[-1], over)
-    return part, last - part
-
-
-def _end_of_backward(timeline: Timeline, start: Mark) -> Mark | None:
-    """Where the optimizer's step begins, which may go in several pieces; None without one."""
-    over = (mark for mark in timeline.marks if mark.name == END_OF_BACKWARD)
-    return next((mark for mark in over if mark.event >= start.event), None)
-
-
-def _last_step(timeline: Timeline) -> tuple[list[Mark], Mark]:
-    """Where the micro-batches of the last step begin, and where it ends."""
-    starts: list[Mark] = []
-    steps = []
-    for mark in timeline.marks:
-        if mark.name == FORWARD:
-            starts.append(mark)
-        elif mark.name == END_OF_STEP:
-            steps.append((starts, mark))
-            starts = []
-    return steps[-1]
-
-
-def _effort(start: Mark, stop: Mark) -> Effort:
-    return Effort(
-        stop.seconds - start.seconds,
-        stop.launches - start.launches,
-        stop.sent - start.sent,
-        stop.brought - start.brought,
-    )
-
-
-def peak_allocated(timeline: Timeline) -> int:
-    """The most bytes alive in the last step."""
-    starts, done = _last_step(timeline)
-    return _Alive.of(timeline).peak(starts[0], done)
-
-
 def _event(mark: Mark) -> int:
     return mark.event
 
@@ -685,7 +590,7 @@ class _BlockMarks:
     @property
     def effort(self) -> Effort:
         """Of forward and backward."""
-        return _effort(self.forward, self.end) + _effort(self.backward, self.done)
+        return effort_between(self.forward, self.end) + effort_between(self.backward, self.done)
 
     @classmethod
     def of(
@@ -705,38 +610,6 @@ class _BlockMarks:
                 f"{path} runs in the forward but takes no part in backward; freeze it or leave it"
                 " out of the model"
             ) from None
-
-
-@dataclass(frozen=True)
-class _Alive:
-    """Bytes alive after each event."""
-
-    values: Any
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> _Alive:
-        change = np.zeros(timeline.events + 1, dtype=np.int64)
-        for block in timeline.blocks:
-            size = _rounded(block.size)
-            # A workspace stays once it is there: but for the first step, from the beginning.
-            change[block.birth if block.category is not Category.WORKSPACE else 0] += size
-            if block.death is not None:
-                change[block.death] -= size
-        return cls(np.cumsum(change))
-
-    def at(self, mark: Mark) -> int:
-        return int(self.values[mark.event - 1]) if mark.event else 0
-
-    def peak(self, start: Mark, stop: Mark) -> int:
-        return self.peak_between(start.event, stop.event)
-
-    def peak_between(self, start: int, stop: int) -> int:
-        """The most from when event `start` is about to happen until `stop` is."""
-        return int(self.values[max(start - 1, 0) : max(stop, start, 1)].max())
-
-
-def _rounded(size: int) -> int:
-    return -(-size // ROUNDING) * ROUNDING
 
 
 def _chain(

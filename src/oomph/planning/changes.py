@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 from oomph.gpus import GPU
 from oomph.job import Job
-from oomph.planning.audition import (
-    Marks,
-    count_parts,
-    peak_allocated,
-    step_effort,
-    with_even_parts,
-)
+from oomph.planning.audition import Marks, count_parts, with_even_parts
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, on_the_gpu
+from oomph.planning.effort import peak_allocated, step_effort
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline

@@ -14,9 +14,10 @@ from oomph.errors import CannotRehearse
 from oomph.estimation import Estimate, judge
 from oomph.gpus import GPU
 from oomph.job import Job
-from oomph.planning.audition import count_parts, step_effort
+from oomph.planning.audition import count_parts
 from oomph.planning.candidates import Candidate, Verdict, merit_of
 from oomph.planning.choices import Choices
+from oomph.planning.effort import step_effort
 from oomph.planning.questions import CHECK, GLANCE, question
 from oomph.planning.second_process import SecondProcess
 from oomph.rehearsal.allocator import AllocatorSettings
