@@ -21,10 +21,7 @@ MENU = (
 
 def heard(launch: float = 1.0, **how: object) -> Audition:
     """Two blocks whose launches take so many times as long as those of `MENU`."""
-    options = tuple(
-        dataclasses.replace(one, launching=one.launching * launch, seconds=one.seconds)
-        for one in MENU
-    )
+    options = tuple(dataclasses.replace(one, launching=one.launching * launch) for one in MENU)
     blocks = tuple(
         ChainBlock(name=name, options=options, forward_base=0, backward_base=0) for name in "ab"
     )

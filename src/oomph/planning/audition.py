@@ -123,7 +123,7 @@ class Audition:
         def by_real_clock(block: str, option: Option) -> Option:
             real = times.get((block, option.name), option.pace.scaled(slower))
             # A graph is launched as one, whatever it would take to launch what is in it.
-            launching = real.launching if option.launching else 0.0
+            launching = 0.0 if self.choices.cuda_graph else real.launching
             return dataclasses.replace(option, seconds=real.kernels, launching=launching)
 
         return dataclasses.replace(
