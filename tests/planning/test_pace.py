@@ -9,7 +9,7 @@ import pytest
 from oomph.planning.audition import Audition
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
 from oomph.planning.pace import Pace, ratio
-from oomph.planning.real_clock import RealClock, kind_of
+from oomph.planning.real_clock import RealClock, setting_of
 from oomph.planning.solver import Chain, ChainBlock, Option, solve
 
 #: Recomputing takes more of both.
@@ -103,7 +103,7 @@ def test_steps_inside_backward_are_added_to_what_was_timed_without_them() -> Non
     plain = heard()
     real = RealClock(timer=Timer())  # type: ignore[arg-type]
     real.time(plain.choices, plain, Found())  # type: ignore[arg-type]
-    assert real.knows(plain.choices) and kind_of(plain.choices) == (None, "own")
+    assert real.knows(plain.choices) and setting_of(plain.choices) == (None, "own")
     inside = dataclasses.replace(
         plain,
         choices=Choices(optimizer_in_backward=True),

@@ -11,25 +11,25 @@ from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Weights
 from oomph.planning.pace import ratio
 from oomph.planning.survey import Survey
 
-Kind = tuple[int | None, Weights]
+Setting = tuple[int | None, Weights]
 
 
-def kind_of(choices: Choices) -> Kind:
+def setting_of(choices: Choices) -> Setting:
     """Choices whose blocks take the same seconds, option by option."""
     return choices.micro_batch, choices.weights
 
 
 @dataclass(kw_only=True)
 class RealClock:
-    """What was timed so far, by the kind that it is of."""
+    """What was timed so far, by the setting that it is of."""
 
     timer: BlockTimer | None
-    _timed: dict[Kind, tuple[Times, Audition]] = field(default_factory=dict)
+    _timed: dict[Setting, tuple[Times, Audition]] = field(default_factory=dict)
     """Real seconds of blocks, and what was told of the way to run them that they are of."""
 
     def knows(self, choices: Choices) -> bool:
         """Whether the blocks of these were timed themselves."""
-        return kind_of(choices) in self._timed
+        return setting_of(choices) in self._timed
 
     def time(self, choices: Choices, told: Audition, found: Survey) -> None:
         """Time the ways to run blocks that may win.
@@ -52,7 +52,7 @@ class RealClock:
             for (timed, how), seconds in times.items()
             if timed == stands_for[kind]
         }
-        self._timed[kind_of(choices)] = real, told
+        self._timed[setting_of(choices)] = real, told
 
     def correct(self, told: Audition, whole: int) -> Audition:
         """What was told, by the real seconds of its own size of parts, or of the nearest.
@@ -63,12 +63,12 @@ class RealClock:
             return told
         size = told.choices.micro_batch or whole
 
-        def distance(kind: Kind) -> tuple[bool, float]:
-            return kind != kind_of(told.choices), abs(math.log((kind[0] or whole) / size))
+        def distance(setting: Setting) -> tuple[bool, float]:
+            return setting != setting_of(told.choices), abs(math.log((setting[0] or whole) / size))
 
         nearest = min(self._timed, key=distance)
         real, timed = self._timed[nearest]
-        if nearest == kind_of(told.choices):
+        if nearest == setting_of(told.choices):
             return told.timed(_beside_steps(real, told, timed))
         return told.timed(_share(real, told, timed))
 
