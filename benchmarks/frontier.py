@@ -580,7 +580,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the folder for results")
     parser.add_argument("--only", choices=["oomph", "peers"])
     parser.add_argument("--peer", action="append", default=[], help="leave out the other peers")
-    parser.add_argument("--only-plans", action="store_true", help=f"make plans for {GPU}, no more")
+    parser.add_argument("--only-plans", action="store_true", help=f"get ready for {GPU}, no more")
     parser.add_argument("--budgets", type=parse_budgets, default=(), help="as 24,40,unlimited")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--table", type=Path, nargs="+", help="print these files and run nothing")
@@ -596,10 +596,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     planning = min(PLANNING_S, options.time_limit)
     if options.only != "peers":
         plan_all(suites, options.budgets, options.out, planning)
-    if options.only_plans:
-        return
     if options.only != "oomph":
         find_places(suites, options.out, planning)
+    if options.only_plans:
+        return
     turns = [
         turn
         for suite in suites

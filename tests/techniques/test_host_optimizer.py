@@ -32,10 +32,12 @@ from torch import Tensor, nn
 
 from oomph.errors import BadInput
 from oomph.host.link import InstantLink, Link
+from oomph.techniques import host_step
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.low_bit_state import low_bit_state
+from oomph.techniques.optimizer_twin import OptimizerTwin
 from oomph.techniques.step_buckets import make_buckets
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
@@ -125,6 +127,29 @@ def test_steps_of_the_host_are_nearly_the_plain_ones(name: str) -> None:
         nearly(trained, plainly(name), tolerance=1e-3)
     else:
         nearly(trained, plainly(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["clipped", "in parts, clipped", "bf16, clipped", "masters", "masters, clipped", "fused"],
+)
+def test_the_host_takes_gradients_a_little_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is scaled or converted is cut from the second step on, which changes nothing."""
+    whole = on_host(name, DeferredLink(), host_share=1.0, bucket=1 << 20)
+    largest = []
+    step = OptimizerTwin.step
+
+    def noting(self: Any, group: Any, tensors: Any, states: Any) -> Any:
+        largest.append(max(tensor.numel() for tensor in tensors))
+        return step(self, group, tensors, states)
+
+    monkeypatch.setattr(OptimizerTwin, "step", noting)
+    monkeypatch.setattr(host_step, "_IN_CACHE", 16)
+    nearly(on_host(name, DeferredLink(), host_share=1.0, bucket=1 << 20), whole)
+    assert max(largest) > 256
+    assert max(largest[-3:]) <= 256
 
 
 @pytest.mark.parametrize("name", ["plain", "in parts, clipped", "masters, clipped"])

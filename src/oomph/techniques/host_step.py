@@ -2,6 +2,10 @@
 
 The host steps its own copy of the weights, or the masters, with a twin of the optimizer. It runs
 beside the thread that trains; an error in it is raised by whoever next waits for the weights.
+
+Memory is what it waits for, and the copies of a step read and write the same memory. A gradient
+that is scaled or converted first is taken a little at a time, so that what becomes of it stays in
+the cores' caches until it is stepped.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +22,14 @@ from torch import Tensor
 from oomph.host.link import Copy, HostWork
 from oomph.techniques.host_tensors import host_tensor
 from oomph.techniques.leaving_gradients import LeavingGradients
-from oomph.techniques.optimizer_twin import Group, OptimizerTwin
+from oomph.techniques.optimizer_twin import Group, OptimizerTwin, is_elementwise
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
 from oomph.techniques.step_parts import StepParts
-from oomph.techniques.streamed_step import scale
 
 #: Bytes at whose multiples a converted gradient begins: whole numbers of any type, and of vectors.
 _ALIGNED = 64
+#: Bytes of gradients that a core scales or converts at a time: about half of a fast cache.
+_IN_CACHE = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,6 +57,9 @@ class HostStep:
         self._versions: dict[Trained, int] = {}
         self._turns: dict[Bucket, _Turn] = {}
         self._scratch = _Scratch()
+        self._may_cut = is_elementwise(parts.optimizer)
+        #: The same parts each time: state remembers which it has.
+        self._cuts: dict[Piece, tuple[Piece, ...]] = {}
 
     def make_room(self, trained: Trained) -> None:
         """Take the host memory that a parameter needs."""
@@ -81,7 +89,7 @@ class HostStep:
             groups,
             coefficient[0] if coefficient is not None else None,
         )
-        begun = self._link.host_work(work, _traffic(pieces, coefficient is not None), after)
+        begun = self._link.host_work(work, _traffic(pieces), after)
         self._turns[bucket] = _Turn(pieces=pieces, work=begun, after=after)
         for trained in slots:
             if trained.away is not None:
@@ -128,6 +136,7 @@ class HostStep:
         self._turns.clear()
         self._weights.clear()
         self._versions.clear()
+        self._cuts.clear()
         self._scratch = _Scratch()
 
     def _return(self, turn: _Turn) -> None:
@@ -167,9 +176,42 @@ class HostStep:
         for piece in pieces:
             is_first = not self._parts.state.tensors(piece)
             alike.setdefault((piece.trained.group, is_first), []).append(piece)
-        for (group, _), own in alike.items():
-            gradients = [piece.of(slots[piece.trained]) for piece in own]
-            self._step_together(groups[group], own, gradients, coefficient)
+        for (group, is_first), own in alike.items():
+            # What a first step makes of state, it makes of whole pieces.
+            turns = [own] if is_first else self._turns_in_cache(own, slots, coefficient)
+            for some in turns:
+                gradients = [piece.of(slots[piece.trained]) for piece in some]
+                self._step_together(groups[group], some, gradients, coefficient)
+
+    def _turns_in_cache(
+        self, pieces: Sequence[Piece], slots: Mapping[Trained, Tensor], coefficient: Tensor | None
+    ) -> Iterator[list[Piece]]:
+        """These pieces, those whose gradients are scaled or converted in parts that caches hold."""
+        if not self._may_cut:
+            yield list(pieces)
+            return
+        made: list[Piece] = []
+        as_they_are: list[Piece] = []
+        for piece in pieces:
+            dtype = self._stepped_tensor(piece.trained).dtype
+            same = coefficient is None and slots[piece.trained].dtype == dtype
+            (as_they_are if same else made).append(piece)
+        if as_they_are:
+            yield as_they_are
+        most = room = _IN_CACHE * torch.get_num_threads()
+        turn: list[Piece] = []
+        for piece in made:
+            size = self._stepped_tensor(piece.trained).element_size()
+            if piece not in self._cuts:
+                self._cuts[piece] = piece.cut(most // size)
+            for part in self._cuts[piece]:
+                if turn and part.numel * size > room:
+                    yield turn
+                    turn, room = [], most
+                turn.append(part)
+                room -= part.numel * size
+        if turn:
+            yield turn
 
     def _step_together(
         self,
@@ -181,8 +223,7 @@ class HostStep:
         """Step pieces of a group in one go: between kernels this thread waits for its turn."""
         state = self._parts.state
         stepped = [piece.apart(self._stepped_tensor(piece.trained)) for piece in pieces]
-        gradients = self._scratch.converted(gradients, [tensor.dtype for tensor in stepped])
-        scale(gradients, coefficient)
+        gradients = self._scratch.made(gradients, [t.dtype for t in stepped], coefficient)
         for tensor, gradient in zip(stepped, gradients, strict=True):
             tensor.grad = gradient
         on_host = [state.tensors(piece) for piece in pieces]
@@ -201,31 +242,51 @@ class HostStep:
 
 
 class _Scratch:
-    """Memory for gradients in another type: new memory would cost more than the step itself."""
+    """Memory for gradients as they are stepped: new memory would cost more than the step itself."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def converted(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Tensors in these types, until the next call; those that have them are the same."""
+    def made(
+        self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], coefficient: Tensor | None
+    ) -> list[Tensor]:
+        """Tensors in these types, multiplied, until the next call.
+
+        Those of which nothing else is wanted are the same.
+        """
+        wanted = [
+            coefficient is not None or tensor.dtype != dtype
+            for tensor, dtype in zip(tensors, dtypes, strict=True)
+        ]
         begins = [0]
-        for tensor, dtype in zip(tensors, dtypes, strict=True):
-            size = tensor.numel() * dtype.itemsize if tensor.dtype != dtype else 0
+        for tensor, dtype, makes in zip(tensors, dtypes, wanted, strict=True):
+            size = tensor.numel() * dtype.itemsize if makes else 0
             begins.append(begins[-1] + math.ceil(size / _ALIGNED) * _ALIGNED)
         if begins[-1] > self._memory.numel():
             self._memory = torch.empty(begins[-1], dtype=torch.uint8)
         return [
-            tensor
-            if tensor.dtype == dtype
-            else self._memory[begin:end]
-            .view(dtype)
-            .as_strided(tensor.shape, tensor.stride())
-            .copy_(tensor)
-            for tensor, dtype, begin, end in zip(tensors, dtypes, begins, begins[1:], strict=False)
+            _filled(
+                self._memory[begin:end].view(dtype).as_strided(tensor.shape, tensor.stride()),
+                tensor,
+                coefficient,
+            )
+            if makes
+            else tensor
+            for tensor, dtype, makes, begin, end in zip(
+                tensors, dtypes, wanted, begins, begins[1:], strict=False
+            )
         ]
 
 
-def _traffic(pieces: Sequence[Piece], clipped: bool) -> int:
-    """Bytes that a step of AdamW reads and writes of them: seven numbers each, to clip two more."""
-    numbers = 9 if clipped else 7
-    return sum(numbers * piece.numel * piece.trained.owned.element_size() for piece in pieces)
+def _filled(room: Tensor, tensor: Tensor, coefficient: Tensor | None) -> Tensor:
+    """A tensor's numbers in the type of `room`, multiplied as `clip_grad_norm_` would."""
+    if coefficient is None:
+        return room.copy_(tensor)
+    if room.dtype == tensor.dtype:
+        return torch.mul(tensor, coefficient, out=room)
+    return room.copy_(tensor).mul_(coefficient)
+
+
+def _traffic(pieces: Sequence[Piece]) -> int:
+    """Bytes that a step of AdamW reads and writes of them: seven numbers each."""
+    return sum(7 * piece.numel * piece.trained.owned.element_size() for piece in pieces)

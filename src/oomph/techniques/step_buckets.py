@@ -72,6 +72,22 @@ class Piece:
             return plain.as_strided((self.numel,), (1,), start)
         return plain.reshape(-1)[self.start : self.stop]
 
+    def cut(self, most: int) -> tuple[Piece, ...]:
+        """The same in parts of at most so many elements, or whole where it lies in no one row."""
+        step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
+        if self.numel <= step or not self.trained.like.is_contiguous():
+            return (self,)
+        return tuple(
+            Piece(
+                trained=self.trained,
+                start=start,
+                stop=min(start + step, self.stop),
+                is_whole=False,
+                is_last=self.is_last and start + step >= self.stop,
+            )
+            for start in range(self.start, self.stop, step)
+        )
+
     def apart(self, tensor: Tensor) -> Tensor:
         """The same as a tensor of its own, which may have another gradient."""
         piece = self.of(tensor)
