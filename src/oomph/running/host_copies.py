@@ -20,6 +20,9 @@ from torch import Tensor
 _ALIGNED = 64
 #: Pinned memory that is taken at a time.
 _SLAB = 256 << 20
+#: Bytes that are copied as one, with one event: a model may have hundreds of small tensors, and
+#: beginning a copy of each by itself took the host of an H200 as long as a step's kernels.
+TOGETHER = 16 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class HostCopies:
         self._streams: dict[torch.device, torch.cuda.Stream] = (
             behind._streams if behind is not None else {}
         )
+        #: What was waited for since the copies were made, and by which stream.
+        self._waited: set[tuple[torch.cuda.Stream, torch.cuda.Event]] = set()
 
     @property
     def nbytes(self) -> int:
@@ -57,37 +62,30 @@ class HostCopies:
         queues the copies: call `wait` before a tensor is written to.
         """
         self._make_room([tensor for group in groups for tensor in group])
+        self._waited.clear()
         streams: set[torch.cuda.Stream] = set()
+        together: list[tuple[Tensor, _Copy]] = []
+        room = TOGETHER
         for group in groups:
-            changed = [
-                (tensor, copy)
-                for tensor in group
-                if (copy := self._copies[id(tensor)]).version != tensor._version
-                or id(tensor) not in still
-            ]
-            for tensor, copy in changed:
-                copy.version = -1
-                if tensor.device.type != "cuda":
-                    copy.value.copy_(tensor.detach())
-            on_gpu = [pair for pair in changed if pair[0].device.type == "cuda"]
-            for device, pairs in itertools.groupby(on_gpu, key=lambda pair: pair[0].device):
-                side = self._stream(device)
-                if side not in streams:
-                    side.wait_stream(torch.cuda.current_stream(device))
-                    streams.add(side)
-                with torch.cuda.stream(side):
-                    for tensor, copy in pairs:
-                        copy.value.copy_(tensor.detach(), non_blocking=True)
-            self._record(on_gpu)
-            for tensor, copy in changed:  # not before: what was not copied must not count as such
-                copy.version = tensor._version
+            for tensor in group:
+                copy = self._copies[id(tensor)]
+                if copy.version != tensor._version or id(tensor) not in still:
+                    together.append((tensor, copy))
+                    room -= tensor.nbytes
+            if room <= 0:
+                self._copy(together, streams)
+                together, room = [], TOGETHER
+        self._copy(together, streams)
 
     def wait(self, tensors: Iterable[Tensor]) -> None:
         """The work that is queued next on the device may write to these tensors."""
         events = {copy.ready for t in tensors if (copy := self._copies.get(id(t))) is not None}
         for event in events:
             if event is not None:
-                torch.cuda.current_stream().wait_event(event)
+                stream = torch.cuda.current_stream()
+                if (stream, event) not in self._waited:
+                    stream.wait_event(event)
+                    self._waited.add((stream, event))
 
     @torch.no_grad()
     def put_back(self, tensor: Tensor) -> None:
@@ -96,12 +94,28 @@ class HostCopies:
         self.wait([tensor])
         tensor.copy_(copy.value, non_blocking=True)
 
-    def _record(self, copied: Sequence[tuple[Tensor, _Copy]]) -> None:
-        """One event for what was queued together."""
-        if copied:
-            ready = self._stream(copied[0][0].device).record_event()
-            for _, copy in copied:
+    @torch.no_grad()
+    def _copy(self, pairs: Sequence[tuple[Tensor, _Copy]], streams: set[torch.cuda.Stream]) -> None:
+        """Copy these; on a GPU behind what was queued when the first of its `streams` was used."""
+        for _, copy in pairs:
+            copy.version = -1
+        for device, own in itertools.groupby(pairs, key=lambda pair: pair[0].device):
+            tensors, copies = zip(*own, strict=True)
+            if device.type != "cuda":
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    copy.value.copy_(tensor)
+                continue
+            side = self._stream(device)
+            if side not in streams:
+                side.wait_stream(torch.cuda.current_stream(device))
+                streams.add(side)
+            with torch.cuda.stream(side):
+                torch._foreach_copy_([copy.value for copy in copies], tensors, non_blocking=True)
+            ready = side.record_event()
+            for copy in copies:
                 copy.ready = ready
+        for tensor, copy in pairs:  # not before: what was not copied must not count as such
+            copy.version = tensor._version
 
     def _make_room(self, tensors: Sequence[Tensor]) -> None:
         wanted = {id(tensor): tensor for tensor in tensors}
