@@ -46,7 +46,12 @@ class DeferredLink:
         return Copies([self.to_gpu(source, target, after) for source, target in pairs])
 
     def host_work(
-        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+        self,
+        work: Callable[[], None],
+        nbytes: int,
+        after: Sequence[Copy] = (),
+        *,
+        only_numbers: bool = False,
     ) -> DeferredWork:
         job = _Work(self, work, _jobs(after))
         self._queues["host"].append(job)

@@ -27,7 +27,12 @@ class ThreadLink(InstantLink):
         self._delay = delay
 
     def host_work(
-        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+        self,
+        work: Callable[[], None],
+        nbytes: int,
+        after: Sequence[Copy] = (),
+        *,
+        only_numbers: bool = False,
     ) -> HostWork:
         def slowly() -> None:
             time.sleep(self._delay)

@@ -610,7 +610,12 @@ class FollowingLink(InstantLink):
         return super().to_host(source, target)
 
     def host_work(
-        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+        self,
+        work: Callable[[], None],
+        nbytes: int,
+        after: Sequence[Copy] = (),
+        *,
+        only_numbers: bool = False,
     ) -> HostWork:
         self.before_writes += after
         return super().host_work(work, nbytes)

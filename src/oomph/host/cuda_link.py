@@ -40,7 +40,12 @@ class CudaLink:
         return self._copy(self._in, pairs, after)
 
     def host_work(
-        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+        self,
+        work: Callable[[], None],
+        nbytes: int,
+        after: Sequence[Copy] = (),
+        *,
+        only_numbers: bool = False,
     ) -> HostWork:
         """Have a thread of the link's own do it."""
         return self._worker.begin(work, after)

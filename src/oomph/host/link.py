@@ -69,11 +69,17 @@ class Link(Protocol):
         """The same in the other direction."""
 
     def host_work(
-        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+        self,
+        work: Callable[[], None],
+        nbytes: int,
+        after: Sequence[Copy] = (),
+        *,
+        only_numbers: bool = False,
     ) -> HostWork:
         """Have the host do `work`, which reads and writes `nbytes`, once `after` are done.
 
-        Works come one after the other, beside the thread that calls.
+        Works come one after the other, beside the thread that calls. With `only_numbers` it makes
+        nothing but numbers in memory that is there: a rehearsal, which has none, leaves it out.
         """
 
     def host_memory(self, nbytes: int) -> Tensor:
@@ -142,7 +148,12 @@ class InstantLink:
         return Copies([self.to_gpu(source, target, after) for source, target in pairs])
 
     def host_work(
-        self, work: Callable[[], None], nbytes: int, after: Sequence[Copy] = ()
+        self,
+        work: Callable[[], None],
+        nbytes: int,
+        after: Sequence[Copy] = (),
+        *,
+        only_numbers: bool = False,
     ) -> HostWork:
         """Do it now."""
         work()

@@ -125,10 +125,14 @@ class HostState:
             elif is_kept(value):
                 state[name] = brought_home(self._link, value, home, trained.leaf.device)
 
+    def has(self, piece: Piece) -> bool:
+        """Whether this piece was stepped before, or came with state."""
+        return piece.trained in self._complete or piece in self._stepped
+
     def tensors(self, piece: Piece) -> dict[str, Tensor]:
         """This piece of what is in host memory; nothing before its first step."""
         trained = piece.trained
-        if not self._is_there(piece) or self._is_on_disk(trained) or trained in self._staying:
+        if not self.has(piece) or self._is_on_disk(trained) or trained in self._staying:
             return {}
         return {name: piece.of(v) for name, v in self._state(piece).items() if is_kept(v)}
 
@@ -191,7 +195,7 @@ class HostState:
 
         All pieces but the last have copies of scalars, so that these count once.
         """
-        if not self._is_there(piece):
+        if not self.has(piece):
             return {}
         found: State = {}
         for name, value in self._state(piece).items():
@@ -255,7 +259,7 @@ class HostState:
     def _names_on_disk(self, piece: Piece) -> list[str]:
         if self._disk is None or piece.trained not in self._disk:
             return []
-        return self._disk.names(piece.trained, has_state=self._is_there(piece))
+        return self._disk.names(piece.trained, has_state=self.has(piece))
 
     def _write_back(self, trained: Trained) -> None:
         shown = self._shown.get(trained)
@@ -277,9 +281,6 @@ class HostState:
         state = self._optimizer.state[trained.owned]
         for name in self._disk.state_names(trained):
             state[name] = self._disk.stand_in(trained, name)
-
-    def _is_there(self, piece: Piece) -> bool:
-        return piece.trained in self._complete or piece in self._stepped
 
     def _state(self, piece: Piece) -> State:
         state: State = self._optimizer.state[piece.trained.owned]

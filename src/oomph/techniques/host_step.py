@@ -89,7 +89,8 @@ class HostStep:
             groups,
             coefficient[0] if coefficient is not None else None,
         )
-        begun = self._link.host_work(work, _traffic(pieces), after)
+        is_first = not all(map(self._parts.state.has, pieces))
+        begun = self._link.host_work(work, _traffic(pieces), after, only_numbers=not is_first)
         self._turns[bucket] = _Turn(pieces=pieces, work=begun, after=after)
         for trained in slots:
             if trained.away is not None:
@@ -174,7 +175,7 @@ class HostStep:
         # A kernel takes tensors of a first step, or others, but not both.
         alike: dict[tuple[int, bool], list[Piece]] = {}
         for piece in pieces:
-            is_first = not self._parts.state.tensors(piece)
+            is_first = not self._parts.state.has(piece)
             alike.setdefault((piece.trained.group, is_first), []).append(piece)
         for (group, is_first), own in alike.items():
             # What a first step makes of state, it makes of whole pieces.
