@@ -26,7 +26,7 @@ class Machine:
             leaner=self.leaner,
             seconds=lambda verdict, candidate: float(verdict.smallest_budget),
             limit=LIMIT,
-            state=STATE,
+            staying=lambda choices: int(STATE * choices.gpu_share),
         )
         self.start = self.trials.begin(*self.look_into(candidate(START), ()))
 

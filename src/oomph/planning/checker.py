@@ -130,7 +130,7 @@ class Checker:
             parts = count_parts(self.job, choices.micro_batch)
             rehearsed = step_effort(timeline, parts).seconds(self.clock)
         limit = self.limit(choices.leaves)
-        estimate, allocator = self._judge(timeline, "", limit, phases), choices.allocator
+        estimate, allocator = self._judge(timeline, "", limit, phases), ""
         if self.gpu is not None and not (estimate.fits and not estimate.step_retries):
             expandable = self._judge(timeline, EXPANDABLE, limit, phases)
             if merit_of(expandable) > merit_of(estimate):

@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ from oomph.planning.refining import WORTH_IT, refine
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
-from oomph.planning.trials import FORESEEN, Trials
+from oomph.planning.trials import Found, Trials
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.techniques.technique import Fidelity
@@ -320,6 +320,18 @@ class Planner:
         gradients = LEAST_GRADIENT * self.found.trainable
         return min(lasting) + gradients > self._rooms()[kind_of(Choices(micro_batch=size))]
 
+    def _keeps_too_much(self, base: Choices) -> bool:
+        """Whether the weights and gradients that do not leave the GPU cannot fit it."""
+        if not base.leaves or not self._gradients_wait(base) or base.gradient_room is not None:
+            return False
+        stays = self._staying(base)(base) + LEAST_GRADIENT * self.found.trainable
+        return stays > self._rooms()[kind_of(base)]
+
+    def _gradients_wait(self, base: Choices) -> bool:
+        """Whether gradients are complete late, as those that are added up or clipped."""
+        clips = self.job.clip_norm is not None or base.precision == "fp16-mixed"
+        return clips or base.micro_batch is not None
+
     def _unlimited(self) -> float:
         """Seconds of a step if memory did not matter."""
         return min(
@@ -386,9 +398,7 @@ class Planner:
                 state_ahead=max(buckets_of_a_block(self.found, base), LEAST_AHEAD),
             )
         ]
-        steps_inside = self.job.clip_norm is None and base.precision != "fp16-mixed"
-        if not steps_inside or base.micro_batch is not None:
-            # Gradients that are added up, or clipped, are complete late: they wait here or there.
+        if self._gradients_wait(base):  # here or there
             away.append(dataclasses.replace(away[0], gradient_room=0))
         paths = tuple(block.path for block in self.found.blocks)
         away += [dataclasses.replace(one, weights_away=paths) for one in away if paths]
@@ -466,7 +476,7 @@ class Planner:
         for base in bases:
             if base.leaves and self._is_fast_enough(heard, base.weights):
                 continue
-            if base.leaves and self._comes_too_late(heard, base):
+            if base.leaves and (self._keeps_too_much(base) or self._comes_too_late(heard, base)):
                 continue
             if self._is_slower_later(heard, base):
                 continue
@@ -682,34 +692,45 @@ class Planner:
         """The fastest that passes its check; where it is slow for it, with what leaves the GPU."""
         may_leave = self.gpu is not None and self.found.steps_per_parameter and self._like is None
         likely = self._fastest(self._rooms(), set()) if may_leave else None
-        if likely is not None and self._is_slow(likely.seconds):
-            self._hear_leaving_beside()
-        found = stays = self._check_until_one_fits()
-        if may_leave and (found is None or self._is_slow(found[0])):
-            self._leaving, self._weights = True, None
-            self._hear_all(to_beat=found[0] if found is not None else math.inf)
-            away = self._check_until_one_fits()
-            # With less to copy it may be as fast as its kernels.
-            if found is None or (away is not None and away[2].seconds < found[0]):
-                found = away
-        verdict, candidate = self._refined(*(found[1:] if found is not None else self._refuse()))
-        missing = self._missing_on_host(verdict)
-        seconds = self._rehearsed_seconds(verdict, candidate)
-        if stays is not None and (missing or seconds > stays[0]):
-            return self._checker.confirmed(stays[2])  # with the disk it became slow
-        return self._checker.confirmed(candidate if not missing else self._refuse_host(missing)[1])
+        to_beat = likely.seconds if likely is not None else math.inf
+        stays = None
+        if likely is None or not self._is_slow(likely.seconds):
+            stays = self._check_until_one_fits()
+            if not may_leave or (stays is not None and not self._is_slow(stays[0])):
+                return self._settled(stays[1:] if stays is not None else self._refuse())
+            to_beat = stays[0] if stays is not None else math.inf
+        self._leaving, self._weights = True, None
+        self._hear_all(to_beat=to_beat)
+        found = self._check_until_one_fits()
+        leaves = found[1:] if found is not None else None
+        # With less to copy it may be as fast as its kernels.
+        is_refined = leaves is not None and leaves[1].seconds < to_beat
+        if leaves is not None and is_refined:
+            leaves = self._refined(*leaves)
+        if stays is None and to_beat < math.inf and self._counts(leaves) > to_beat:
+            self._leaving = False
+            stays = self._check_until_one_fits()
+            self._leaving = True
+        if stays is not None and self._counts(leaves) > stays[0]:
+            return self._checker.confirmed(stays[2])
+        if leaves is None or not is_refined:
+            leaves = self._refined(*(leaves or self._refuse()))
+        return self._settled(leaves)
+
+    def _settled(self, found: Found) -> tuple[Estimate, Candidate]:
+        """With its check, where host memory has room for it."""
+        missing = self._missing_on_host(found[0])
+        return self._checker.confirmed(self._refuse_host(missing)[1] if missing else found[1])
+
+    def _counts(self, leaves: Found | None) -> float:
+        """Its seconds, if it can be had at all: with the disk it may have become slow."""
+        if leaves is None or self._missing_on_host(leaves[0]):
+            return math.inf
+        return self._rehearsed_seconds(*leaves)
 
     def _is_slow(self, seconds: float) -> bool:
         """Whether what leaves the GPU is looked into for it."""
         return seconds > LEAVE_FROM * self._unlimited()
-
-    def _hear_leaving_beside(self) -> None:
-        """Have the second process begin with what is heard once something leaves the GPU."""
-        weights = self._weights
-        self._leaving, self._weights = True, None
-        bases = self._bases(self._micro_batches()[0])
-        self._second.ask([question(HEAR, base) for base in bases[:FORESEEN]])
-        self._leaving, self._weights = False, weights
 
     def _missing_on_host(self, verdict: Verdict) -> int:
         """Bytes of host memory that a plan needs and may not take."""
@@ -725,7 +746,7 @@ class Planner:
             leaner=self._leaner,
             seconds=self._rehearsed_seconds,
             limit=self._checker.limit(True),
-            state=self._state_bytes(candidate.choices),
+            staying=self._staying(candidate.choices),
         )
         profile = load_profile(self.gpu.name)
         best = refine(
@@ -749,6 +770,18 @@ class Planner:
             if found[0].fits:
                 return found
         return verdict, candidate
+
+    def _staying(self, like: Choices) -> Callable[[Choices], int]:
+        """Bytes of state, and of blocks' weights, that others like these leave on the GPU."""
+        state = self._state_bytes(like)
+        halved = like.weights == MASTERS or like.precision == "bf16"
+        weights = {one.path: (2 if halved else 4) * one.parameters for one in self.found.blocks}
+
+        def staying(choices: Choices) -> int:
+            away = sum(weights[path] for path in choices.weights_away)
+            return int(choices.gpu_share * state) + sum(weights.values()) - away
+
+        return staying
 
     def _state_bytes(self, choices: Choices) -> int:
         """Bytes of the optimizer's state, and masters, as what was heard without them tells."""
@@ -965,13 +998,14 @@ class Planner:
         )
 
     def _price_all(self, all_choices: Sequence[Choices]) -> list[Price]:
-        """Half of them here, half of them beside."""
-        self._second.ask([question(PRICE, choices) for choices in all_choices[1::2]])
-        prices = {
-            str(choices): price(self.job, self.gpu, self.clock, choices)
-            for choices in all_choices[::2]
-        }
-        for choices in all_choices[1::2]:
+        """Half of the work here, half of it beside."""
+        here: list[Choices] = []
+        beside: list[Choices] = []
+        for choices in sorted(all_choices, key=_rehearsing, reverse=True):
+            (here if _all_of(here) < _all_of(beside) else beside).append(choices)
+        self._second.ask([question(PRICE, choices) for choices in beside])
+        prices = {str(one): price(self.job, self.gpu, self.clock, one) for one in here}
+        for choices in beside:
             told = self._second.answer(question(PRICE, choices))
             prices[str(choices)] = (
                 (told[0], told[1])
@@ -1043,6 +1077,15 @@ class Planner:
 def _offloaded_to_disk(candidate: Candidate) -> Candidate:
     choices = dataclasses.replace(candidate.choices, offloaded_to="disk")
     return dataclasses.replace(candidate, choices=choices)
+
+
+def _rehearsing(choices: Choices) -> int:
+    """How long a rehearsal of a step takes beside others, about: most of it are ops one by one."""
+    return (1 if choices.compiled else 3) + (3 if choices.optimizer_on == "host" else 0)
+
+
+def _all_of(some: Sequence[Choices]) -> int:
+    return sum(map(_rehearsing, some))
 
 
 def _stepping_later(choices: Choices) -> list[Choices]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from oomph.planning.choices import Choices
@@ -10,5 +11,5 @@ HEAR, CHECK, GLANCE, PRICE = "hear", "check", "glance", "price"
 
 
 def question(what: str, choices: Choices) -> tuple[str, dict[str, Any]]:
-    """As plain JSON."""
-    return what, choices.as_dict()
+    """As plain JSON; the allocator's settings are part of no question, but of some answers."""
+    return what, dataclasses.replace(choices, allocator="").as_dict()

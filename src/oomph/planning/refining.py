@@ -169,7 +169,7 @@ def _share_between(by: float, best: Tried) -> list[Move]:
     if not best.choices.host_share and by != SHARES_BETWEEN[0]:
         return []  # so little is worth nothing
     share = round(best.choices.host_share + by, 2)
-    return [_setting(host_share=share)] if _is_there(share, best) else []
+    return [_setting(host_share=share)] if share > 0 and _is_there(share, best) else []
 
 
 def _is_there(share: float, best: Tried) -> bool:

@@ -31,8 +31,9 @@ class Trials:
     seconds: Callable[[Verdict, Candidate], float]
     limit: int
     """Bytes that may be needed of the GPU."""
-    state: int
-    """Bytes of the optimizer's state, and masters."""
+    staying: Callable[[Choices], int]
+    """Bytes that are known to be on the GPU all the time with these choices, and not with others.
+    """
     _found: dict[str, Found] = field(default_factory=dict)
     """By choices: who has them."""
     _like: dict[str, Candidate] = field(default_factory=dict)
@@ -70,12 +71,15 @@ class Trials:
 
     def attempt(self, choices: Choices) -> Tried | None:
         """What comes of choices whose blocks are known; None where there is no room for them."""
-        if str(choices) not in self._attempts:
-            self._attempts[str(choices)] = self._try_out(choices)
-        return self._attempts[str(choices)]
+        if _key(choices) not in self._attempts:
+            self._attempts[_key(choices)] = self._try_out(choices)
+        return self._attempts[_key(choices)]
 
     def _try_out(self, choices: Choices) -> Tried | None:
-        verdict, tried = self._examine(self._prepared(choices))
+        prepared = self._prepared(choices)
+        if prepared is None:
+            return None
+        verdict, tried = self._examine(prepared)
         if not verdict.fits:
             leaner = self.leaner(tried, verdict.smallest_budget - self.limit)
             if leaner is None:
@@ -86,19 +90,19 @@ class Trials:
         self.add_blocks(tried)
         return self._tried(verdict, tried)
 
-    def _prepared(self, choices: Choices) -> Candidate:
-        """With room in the blocks for state that stays on the GPU from now on."""
+    def _prepared(self, choices: Choices) -> Candidate | None:
+        """With room in the blocks for what stays on the GPU from now on; None if there is none."""
         before = self._like[str(choices.blocks)]
         tried = dataclasses.replace(before, choices=choices)
-        stays = int((choices.gpu_share - before.choices.gpu_share) * self.state)
+        stays = self.staying(choices) - self.staying(before.choices)
         if stays <= 0 or str(before.choices) not in self._found:
             return tried
         missing = self._found[str(before.choices)][0].smallest_budget + stays - self.limit
-        return (self.leaner(tried, missing) if missing > 0 else None) or tried
+        return self.leaner(tried, missing) if missing > 0 else tried
 
     def _examine(self, candidate: Candidate) -> Found:
-        coming = [self._prepared(o).choices for o in self._coming if str(o) not in self._attempts]
-        others = [choices for choices in coming if choices != candidate.choices]
+        coming = [self._prepared(one) for one in self._coming if _key(one) not in self._attempts]
+        others = [o.choices for o in coming if o is not None and o.choices != candidate.choices]
         verdict, candidate = self.look_into(candidate, others[:FORESEEN])
         self._found[str(candidate.choices)] = verdict, candidate
         return verdict, candidate
@@ -110,3 +114,8 @@ class Trials:
             host=verdict.host,
             cleans=verdict.step_retries > 0,
         )
+
+
+def _key(choices: Choices) -> str:
+    """The allocator's settings follow from all else."""
+    return str(dataclasses.replace(choices, allocator=""))

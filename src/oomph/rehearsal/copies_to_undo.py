@@ -7,13 +7,19 @@ beginning the copies takes time of the host that launches kernels.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from oomph.rehearsal.link import COPY_LAUNCHES
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import tensors_in
-from oomph.running.host_copies import TOGETHER
+from oomph.running.step import Around
+
+#: Launches that take the host as long as what is around the copies of a parameter: its part of the
+#: event behind many of them, and waiting for that.
+AROUND = 1
 
 
 class CopiesToUndo:
@@ -24,22 +30,28 @@ class CopiesToUndo:
         self._optimizer = optimizer
         self._rate = rate
         self._ends: dict[Tensor, float] = {}
-        #: What beginning the copies of a parameter takes of the host, in launches.
-        self._launches: dict[Tensor, int] = {}
         self._taken = 0
 
-    def begin(self) -> None:
-        """A step begins, and its copies with it."""
+    def begun_in(self, forward: Around) -> Around:
+        """The same forward of a step, as whose first part begins the copies begin."""
+        left = [self._begin]
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with forward():
+                while left:
+                    left.pop()()
+                yield
+
+        return around
+
+    def _begin(self) -> None:
         end = self._recorder.seconds
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
-        together = 0
         for parameter in reversed(owned):
-            nbytes = self._nbytes(parameter)
-            end += nbytes / self._rate
+            end += self._nbytes(parameter) / self._rate
             self._ends[parameter] = end
-            first = COPY_LAUNCHES - 1 if not together else 0
-            self._launches[parameter] = len(self._tensors(parameter)) + first
-            together = together + nbytes if together + nbytes < TOGETHER else 0
+            self._recorder.launches += len(self._tensors(parameter)) + AROUND
         taken = sum(map(self._nbytes, owned))
         self._recorder.timeline.host_bytes += taken - self._taken
         self._taken = taken
@@ -48,7 +60,6 @@ class CopiesToUndo:
         """A parameter is about to be stepped."""
         recorder = self._recorder
         recorder.sent += self._nbytes(parameter)
-        recorder.launches += self._launches.get(parameter, 0)
         if recorder.clock is not None and recorder.waits_for_copies:
             recorder.seconds = max(recorder.seconds, self._ends.get(parameter, 0.0))
 

@@ -143,12 +143,11 @@ def _rehearse(
                     recorder.mark(END_OF_STEP)
                 again = phase == "step" and _reaches_into_next(stage, skip_first_step)
                 for _ in range(2 if again else 0 if skips else 1):
-                    if copies is not None:
-                        copies.begin()
+                    forward = recorder.forward
                     train_step(
                         stage,
                         batch,
-                        around_forward=recorder.forward,
+                        around_forward=copies.begun_in(forward) if copies else forward,
                         choose_parts=_first_two if skip_first_step else _first_of_each_size,
                     )
                     recorder.mark(END_OF_STEP)

@@ -22,7 +22,7 @@ _ALIGNED = 64
 _SLAB = 256 << 20
 #: Bytes that are copied as one, with one event: a model may have hundreds of small tensors, and
 #: beginning a copy of each by itself took the host of an H200 as long as a step's kernels.
-TOGETHER = 16 << 20
+_TOGETHER = 16 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class HostCopies:
         self._waited.clear()
         streams: set[torch.cuda.Stream] = set()
         together: list[tuple[Tensor, _Copy]] = []
-        room = TOGETHER
+        room = _TOGETHER
         for group in groups:
             for tensor in group:
                 copy = self._copies[id(tensor)]
@@ -74,7 +74,7 @@ class HostCopies:
                     room -= tensor.nbytes
             if room <= 0:
                 self._copy(together, streams)
-                together, room = [], TOGETHER
+                together, room = [], _TOGETHER
         self._copy(together, streams)
 
     def wait(self, tensors: Iterable[Tensor]) -> None:
