@@ -340,3 +340,21 @@ def test_what_was_put_off_is_heard_before_a_job_is_refused() -> None:
     found = one._check_until_one_fits()
     assert found is not None
     assert not one._put_off
+
+
+def test_what_cannot_fit_with_its_gradients_is_not_heard() -> None:
+    """Clipped gradients wait for the norm of all: on the GPU only if they fit beside weights."""
+
+    def rooms(times_the_weights: float) -> set[tuple[bool, bool]]:
+        """Whether weights stay there, and whether all gradients do."""
+        budget = device_overhead(H200).high + int(times_the_weights * weights())
+        made = make_planner(job(1.0), gpu=H200, budget=budget, allow="exact", compile_blocks=False)
+        made._look()
+        made._leaving = True
+        bases = made._bases(None)
+        return {(not one.weights_away, one.gradient_room is None) for one in bases}
+
+    # Gradients of half precision would take half of what weights do, at least.
+    assert (True, True) in rooms(1.9)
+    assert (True, True) not in rooms(1.4) and (False, True) in rooms(1.4)
+    assert {(True, False), (False, False)} <= rooms(1.4)

@@ -8,7 +8,7 @@ from typing import Any
 
 from oomph.planning.candidates import Candidate, Verdict
 from oomph.planning.choices import Choices
-from oomph.planning.trials import FORESEEN, Trials
+from oomph.planning.trials import Trials
 
 LIMIT, STATE = 100, 200
 KEPT, LEAN = {"blocks.0": "keep"}, {"blocks.0": "recompute"}
@@ -89,9 +89,9 @@ def test_what_comes_next_is_asked_for_beside_as_it_will_be_tried() -> None:
     shares = [dataclasses.replace(START, gpu_share=share) for share in (0.15, 0.2, 0.05, 0.1)]
     machine.trials.foresee(shares)
     machine.trials.attempt(shares[0])
-    leaned = dataclasses.replace(shares[1], blocks=LEAN)
-    assert machine.asked_beside[-1] == [leaned, shares[2]], "not what is tried here itself"
-    assert len(machine.asked_beside[-1]) == FORESEEN
+    leaned = [dataclasses.replace(one, blocks=LEAN) for one in shares]
+    others = [leaned[1], shares[2], leaned[3]]
+    assert machine.asked_beside[-1] == others, "not what is tried here itself"
 
 
 def test_what_fits_is_named_from_the_best_on() -> None:

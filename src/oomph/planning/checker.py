@@ -33,6 +33,9 @@ COPY_MARGIN = 0.05
 #: What a glance rehearses, the first step left out: about half of a check.
 AT_A_GLANCE = ("build", "step")
 
+#: How many of the choices that are likely to come the second process is asked for.
+FORESEEN = 2
+
 Say = Callable[[str], None]
 Found = tuple[Verdict, Candidate]
 
@@ -107,13 +110,17 @@ class Checker:
         return self._examine(choices, AT_A_GLANCE if what == GLANCE else PHASES)[1]
 
     def _told_of(self, candidate: Candidate, what: str, likely: Sequence[Choices]) -> Found | None:
-        """What the second process found; it is asked for what is likely where it found nothing."""
+        """What the second process found; it is asked for what is likely to come meanwhile.
+
+        That is the next where this one is examined here, and else what comes behind the next.
+        """
         told = self.second.answer(question(what, candidate.choices))
-        if told is not None:
-            verdict = Verdict(*told)
-            return verdict, verdict.passed_on(candidate)
-        self.second.ask([question(what, choices) for choices in likely])
-        return None
+        coming = likely[:FORESEEN] if told is None else likely[1 : FORESEEN + 1]
+        self.second.ask([question(what, choices) for choices in coming])
+        if told is None:
+            return None
+        verdict = Verdict(*told)
+        return verdict, verdict.passed_on(candidate)
 
     def _examine(self, choices: Choices, phases: Sequence[str]) -> tuple[Estimate, Verdict]:
         """With the settings of the allocator that are better."""

@@ -49,7 +49,7 @@ from oomph.planning.candidates import (
     with_blocks,
 )
 from oomph.planning.changes import Price, describe_changes, fusing_rounds, price
-from oomph.planning.checker import Checker, Say
+from oomph.planning.checker import Checker, Found, Say
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
@@ -60,7 +60,7 @@ from oomph.planning.refining import WORTH_IT, refine
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
-from oomph.planning.trials import Found, Trials
+from oomph.planning.trials import Trials
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.techniques.technique import Fidelity
@@ -383,7 +383,8 @@ class Planner:
         if self._leaving:
             # Where the GPU is too small, weights of half the bytes are better to have and to copy.
             halved = [one for one in bases if one.weights == MASTERS]
-            return [away for one in halved or bases for away in self._away(one)]
+            aways = [away for one in halved or bases for away in self._away(one)]
+            return [away for away in aways if not self._keeps_too_much(away)]
         return [later for one in bases for later in _stepping_later(one)]
 
     def _away(self, base: Choices) -> list[Choices]:
@@ -476,7 +477,7 @@ class Planner:
         for base in bases:
             if base.leaves and self._is_fast_enough(heard, base.weights):
                 continue
-            if base.leaves and (self._keeps_too_much(base) or self._comes_too_late(heard, base)):
+            if base.leaves and self._comes_too_late(heard, base):
                 continue
             if self._is_slower_later(heard, base):
                 continue

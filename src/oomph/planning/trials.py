@@ -11,13 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oomph.planning.candidates import Candidate, Verdict
+from oomph.planning.checker import Found
 from oomph.planning.choices import Choices
 from oomph.planning.refining import Tried
-
-#: How many of the choices that are likely to come next the second process is asked for.
-FORESEEN = 2
-
-Found = tuple[Verdict, Candidate]
 
 
 @dataclass(kw_only=True)
@@ -103,7 +99,7 @@ class Trials:
     def _examine(self, candidate: Candidate) -> Found:
         coming = [self._prepared(one) for one in self._coming if _key(one) not in self._attempts]
         others = [o.choices for o in coming if o is not None and o.choices != candidate.choices]
-        verdict, candidate = self.look_into(candidate, others[:FORESEEN])
+        verdict, candidate = self.look_into(candidate, others)
         self._found[str(candidate.choices)] = verdict, candidate
         return verdict, candidate
 
