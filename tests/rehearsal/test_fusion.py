@@ -193,6 +193,20 @@ OTHERS: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]
 
 
+def test_rows_whose_largest_is_found_first_are_read_once_more() -> None:
+    def largest_first(x: Tensor) -> Tensor:
+        return x - x.amax(-1, keepdim=True)
+
+    def plain(x: Tensor) -> Tensor:
+        return x - x.sum(-1, keepdim=True)
+
+    reached = [
+        min(step.work.reach for step in program(one, (64, 64)).steps)
+        for one in (largest_first, plain)
+    ]
+    assert reached[0] < reached[1]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_program_takes_once_frees_at_most_once_and_reads_only_what_is_there(seed: int) -> None:
     draw = random.Random(seed)

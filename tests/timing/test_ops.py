@@ -203,6 +203,15 @@ def test_fp32_and_vectors_have_no_rows_that_could_begin_badly() -> None:
     assert work.reach == 1
 
 
+def test_many_small_products_in_fp32_reach_less() -> None:
+    def batched(dtype: torch.dtype) -> Work:
+        one = torch.empty(3, 64, 64, dtype=dtype)
+        (work,) = works(lambda: torch.bmm(one, one))
+        return work
+
+    assert batched(torch.float32).reach < batched(torch.bfloat16).reach == 1
+
+
 def narrow_attention(length: int, width: int, dropout: float) -> Work:
     query = torch.empty(2, 8, length, width)
     op = aten._scaled_dot_product_flash_attention.default

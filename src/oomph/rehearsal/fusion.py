@@ -33,6 +33,8 @@ MOST_READS = 8
 #: What fused kernels reach of a large copy's bandwidth, by the bytes counted here: they find what
 #: was just written in the card's cache, and Inductor fuses some that stand apart here. On an H200.
 FUSED_REACH = 1.3
+#: The same where the largest of a row is found first, as softmax does: rows are read once more.
+SOFTMAX_REACH = 0.5
 
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all", "argmax"}
 _FUSED = {
@@ -289,7 +291,7 @@ def _step(kernel: _Kernel, reads: _Reads, dying: list[fx.Node]) -> Step:
 
 def _fused_reach(node: fx.Node) -> float:
     packet: Any = getattr(node.target, "_overloadpacket", None)
-    return SLOW.get(packet, FUSED_REACH)
+    return SOFTMAX_REACH if packet is aten.amax else SLOW.get(packet, FUSED_REACH)
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

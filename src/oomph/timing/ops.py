@@ -1,8 +1,8 @@
 """The work of one op: its floating-point operations and the bytes it reads and writes.
 
 Beside them, what part of its kind's rate it reaches: numbers here that are no shapes were set by
-profiles of steps on an H200, with torch 2.11. Those of convolutions in groups, of normalisation and
-of gather and scatter come from one model each.
+profiles of steps on an H200, with torch 2.11. Those of convolutions in groups, of normalisation, of
+gather and scatter and of small products in fp32 come from one model each.
 """
 
 from __future__ import annotations
@@ -127,9 +127,15 @@ def _updated(func: Any, args: Sequence[Any]) -> int:
     )
 
 
+#: Many small products in fp32, as those of attention that is computed op by op.
+_SMALL_PRODUCTS = 0.75
+
+
 def _reach(kind: str, packet: Any, args: Sequence[Any], out: Any) -> float:
     if packet in _ATTENTION:
         return _attention_reach(args, _ATTENTION[packet])
+    if packet is aten.bmm and args[0].dtype == torch.float32:
+        return _SMALL_PRODUCTS
     return _alignment(args, out) if kind == "product" else 1.0
 
 
