@@ -27,6 +27,7 @@ from oomph.estimation import Ledgers
 from oomph.job import Job
 from oomph.planning.choices import Choices
 from oomph.planning.plan import MadeFor, Plan, Predicted
+from oomph.running import host_copies
 from oomph.running.host_copies import HostCopies
 from oomph.running.ladder import Rung
 from oomph.running.out_of_memory import (
@@ -549,7 +550,11 @@ def test_an_accelerators_error_is_told_by_its_code() -> None:
 # -- copies on the host ----------------------------------------------------------------------------
 
 
-def test_copies_come_back_whatever_shape_and_type_they_have() -> None:
+@pytest.mark.parametrize("together", [1, 1 << 24], ids=["group by group", "all as one"])
+def test_copies_come_back_whatever_shape_and_type_they_have(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copies, "_TOGETHER", together)
     tensors = [
         torch.randn(3, 4).t(),
         torch.tensor(2.0),

@@ -99,18 +99,19 @@ class HostCopies:
         """Copy these; on a GPU behind what was queued when the first of its `streams` was used."""
         for _, copy in pairs:
             copy.version = -1
-        for device, own in itertools.groupby(pairs, key=lambda pair: pair[0].device):
+        # Counters may be on the CPU between tensors of a GPU.
+        for _, own in itertools.groupby(sorted(pairs, key=_where), key=_where):
             tensors, copies = zip(*own, strict=True)
+            values, device = [copy.value for copy in copies], tensors[0].device
             if device.type != "cuda":
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    copy.value.copy_(tensor)
+                torch._foreach_copy_(values, tensors)
                 continue
             side = self._stream(device)
             if side not in streams:
                 side.wait_stream(torch.cuda.current_stream(device))
                 streams.add(side)
             with torch.cuda.stream(side):
-                torch._foreach_copy_([copy.value for copy in copies], tensors, non_blocking=True)
+                torch._foreach_copy_(values, tensors, non_blocking=True)
             ready = side.record_event()
             for copy in copies:
                 copy.ready = ready
@@ -132,6 +133,10 @@ class HostCopies:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
+
+
+def _where(pair: tuple[Tensor, _Copy]) -> str:
+    return str(pair[0].device)
 
 
 def _pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
