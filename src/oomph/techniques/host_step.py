@@ -199,7 +199,7 @@ class HostStep:
             (as_they_are if same else made).append(piece)
         if as_they_are:
             yield as_they_are
-        most = room = _IN_CACHE * torch.get_num_threads()
+        most = room = _in_caches()
         turn: list[Piece] = []
         for piece in made:
             size = self._stepped_tensor(piece.trained).element_size()
@@ -253,12 +253,12 @@ class _Scratch:
     ) -> list[Tensor]:
         """Tensors in these types, multiplied, until the next call.
 
-        Those of which nothing else is wanted are the same.
+        Where that is all and they are too large for caches, they are so themselves: no memory.
         """
-        wanted = [
-            coefficient is not None or tensor.dtype != dtype
-            for tensor, dtype in zip(tensors, dtypes, strict=True)
-        ]
+        pairs = list(zip(tensors, dtypes, strict=True))
+        large = sum(tensor.numel() * dtype.itemsize for tensor, dtype in pairs) > _in_caches()
+        multiplies = coefficient is not None and not large
+        wanted = [multiplies or tensor.dtype != dtype for tensor, dtype in pairs]
         begins = [0]
         for tensor, dtype, makes in zip(tensors, dtypes, wanted, strict=True):
             size = tensor.numel() * dtype.itemsize if makes else 0
@@ -267,12 +267,12 @@ class _Scratch:
             self._memory = torch.empty(begins[-1], dtype=torch.uint8)
         return [
             _filled(
-                self._memory[begin:end].view(dtype).as_strided(tensor.shape, tensor.stride()),
+                self._memory[begin:end].view(dtype).as_strided(tensor.shape, tensor.stride())
+                if makes
+                else tensor,
                 tensor,
                 coefficient,
             )
-            if makes
-            else tensor
             for tensor, dtype, makes, begin, end in zip(
                 tensors, dtypes, wanted, begins, begins[1:], strict=False
             )
@@ -280,12 +280,17 @@ class _Scratch:
 
 
 def _filled(room: Tensor, tensor: Tensor, coefficient: Tensor | None) -> Tensor:
-    """A tensor's numbers in the type of `room`, multiplied as `clip_grad_norm_` would."""
+    """A tensor's numbers in `room`, or itself, multiplied as `clip_grad_norm_` would."""
     if coefficient is None:
-        return room.copy_(tensor)
+        return room.copy_(tensor) if room is not tensor else room
     if room.dtype == tensor.dtype:
         return torch.mul(tensor, coefficient, out=room)
     return room.copy_(tensor).mul_(coefficient)
+
+
+def _in_caches() -> int:
+    """Bytes of gradients that all cores have in their caches."""
+    return _IN_CACHE * torch.get_num_threads()
 
 
 def _traffic(pieces: Sequence[Piece]) -> int:
