@@ -351,6 +351,8 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
         )
     if choices.fp8:
         left_out.append("matrix products in FP8")
+    if choices.attention_rows:
+        left_out.append("biases of attention in rows, which fused kernels take")
     if not choices.cast_cache:
         left_out.append("autocast without its cache of weights")
     if choices.allocator:

@@ -37,6 +37,7 @@ from oomph.planning.choices import KEEP, saved_ops
 from oomph.rehearsal.fusion import Program, schedule
 from oomph.rehearsal.garbage import count_as_old
 from oomph.rehearsal.recorder import Bare, Recorder
+from oomph.techniques.attention_rows import closes_gaps
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
 from oomph.techniques.recompute import KINDS, replace_forward
 from oomph.techniques.technique import Undo
@@ -190,7 +191,13 @@ class _Call:
             if not isinstance(leaf, Tensor)
         )
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        return type(self.block), self.names, shapes, constants, str(self.spec), cast
+        called = (type(self.block), self.names, shapes, constants, str(self.spec), cast)
+        return *called, closes_gaps(), self._changed_inside()
+
+    def _changed_inside(self) -> tuple[str, ...]:
+        """Modules that techniques gave another forward."""
+        inside = self.block.named_modules()
+        return tuple(name for name, module in inside if name and "forward" in vars(module))
 
 
 def _cut(call: _Call, forward: Callable[..., Any], how: str, recorder: Recorder) -> _Cut:
