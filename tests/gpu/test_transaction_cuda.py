@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph.errors import OutOfMemory
 from oomph.planning.choices import Choices
+from oomph.running import host_copies
+from oomph.running.host_copies import HostCopies
 from oomph.running.out_of_memory import free_what_is_left
 from oomph.units import MIB
 
@@ -174,3 +176,34 @@ def test_a_card_that_is_full_at_different_moments(name: str) -> None:
         assert not changed, f"with room for {extra} MiB, of {len(before)}: {changed}"
     assert failures > 1, f"a step needed no more than {extra} MiB beside {kept} bytes"
     assert not failed, "400 MiB more were not enough for a step"
+
+
+@pytest.mark.parametrize("queued", [1, 900], ids=["few at a time", "all at once"])
+def test_copies_of_all_sizes_come_back(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "_QUEUED", queued)
+    monkeypatch.setattr(host_copies, "_TOGETHER", 1 << 20)
+    sizes = [1, 3, 1024, 16 << 10, 300_000, 1 << 20]
+    groups = [
+        [
+            torch.randn(size, device="cuda").to(dtype)
+            for size in sizes
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        + [torch.tensor(1.0, device="cuda"), torch.empty(0, device="cuda"), torch.ones(5)]
+        for _ in range(30)
+    ]
+    expected = [[tensor.clone() for tensor in group] for group in groups]
+    copies = HostCopies()
+    for _ in range(2):
+        copies.keep(groups)
+        torch.cuda._sleep(10_000_000)
+        for group in groups:  # as a step does: each is waited for, then written to
+            copies.wait(group)
+            for tensor in group:
+                tensor.mul_(3).add_(1)
+        for group in reversed(groups):
+            for tensor in group:
+                copies.put_back(tensor)
+        torch.cuda.synchronize()
+        for group, values in zip(groups, expected, strict=True):
+            assert all(map(torch.equal, group, values))

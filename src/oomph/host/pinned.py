@@ -76,3 +76,12 @@ def _forget_error() -> None:
 
 def _unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def seen_from(device: torch.device, pinned: Tensor) -> Tensor:
+    """Pinned memory as kernels of a GPU see it, at the same address; it does not keep it alive."""
+    storage = torch._C._construct_storage_from_data_pointer(
+        pinned.data_ptr(), device, pinned.nbytes
+    )
+    there = torch.empty(0, dtype=pinned.dtype, device=device)
+    return there.set_(storage, 0, pinned.shape, pinned.stride())

@@ -39,6 +39,7 @@ from oomph.rehearsal.graph import RehearsedCapture
 from oomph.rehearsal.link import LinkRates, RehearsedLink
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
 from oomph.rehearsal.recorder import Recorder
+from oomph.rehearsal.replaying import LATER_STEPS
 from oomph.rehearsal.slots import RehearsedSlots
 from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import END_OF_STEP, Category, Timeline
@@ -52,7 +53,8 @@ from oomph.techniques.partial_steps import part_of_a_step
 from oomph.timing.clock import Clock
 
 #: In the order they are rehearsed. The second step counts: optimizer state exists from then on.
-PHASES = ("build", "first step", "step", "eval", "save")
+#: Those after it allocate the same; what they find in the allocator's cache is another matter.
+PHASES = ("build", "first step", "step", LATER_STEPS, "eval", "save")
 
 #: Given model, optimizer and recorder before the first phase that runs them.
 Watch = Callable[[nn.Module, torch.optim.Optimizer | None, Recorder], None]
@@ -152,7 +154,7 @@ def _rehearse(
             copies = CopiesToUndo(recorder, optimizer, LinkRates.of(gpu).out)
             stage.in_backward.before_step = copies.wait
         for phase in ("first step", "step"):
-            if not phases & {phase, "step", "save"}:
+            if not phases & {phase, "step", LATER_STEPS, "save"}:
                 continue
             with recorder.phase(phase):
                 skips = phase == "first step" and skip_first_step
@@ -170,6 +172,9 @@ def _rehearse(
                     )
                     recorder.mark(END_OF_STEP)
                 mark_optimizer_state(optimizer, recorder)
+        if LATER_STEPS in phases:
+            with recorder.phase(LATER_STEPS):
+                pass  # a replay repeats the last step
     if "eval" in phases:
         with recorder.phase("eval"):
             size = stage.job.micro_batch

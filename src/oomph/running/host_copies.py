@@ -1,7 +1,9 @@
 """Copies of tensors in host memory, made while the device goes on working.
 
-On a GPU they are made on a stream of their own into pinned memory that is taken once. On the CPU
-they lie in numpy's memory: what a budget limits is the memory of the job's own tensors.
+On a GPU they are made on a stream of their own into pinned memory that is taken once. Small ones
+are written there by a kernel, many at a time. Of the others so many are queued as a queue has
+places: the host would stand still until one is free, and launch nothing meanwhile. On the CPU
+copies lie in numpy's memory: what a budget limits is the memory of the job's own tensors.
 """
 
 from __future__ import annotations
@@ -9,20 +11,26 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from oomph.host.pinned import seen_from
+
 #: Where each copy begins in pinned memory, so that any type can be read there.
 _ALIGNED = 64
 #: Pinned memory that is taken at a time.
 _SLAB = 256 << 20
-#: Bytes that are copied as one, with one event: a model may have hundreds of small tensors, and
-#: beginning a copy of each by itself seems to have taken an H200's host as long as all kernels.
+#: Bytes that are copied with one event.
 _TOGETHER = 16 << 20
+#: Bytes of a tensor that a kernel writes to the host, at most.
+_SMALL = 64 << 10
+#: Copies that are queued at a time. Of 2,036 at once an H200's host waited 67 ms for places.
+_QUEUED = 900
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,9 +38,15 @@ class _Copy:
     of: weakref.ref[Tensor]
     """Not the tensor itself: whoever drops it frees its memory."""
     value: Tensor
+    there: Tensor | None = None
+    """The same memory as kernels of the GPU see it; only of what is small."""
     version: int = -1
     """The tensor's, when it was copied."""
     ready: torch.cuda.Event | None = None
+
+
+#: Copies that are begun together, behind each other on a stream.
+_Batch = list[_Copy]
 
 
 class HostCopies:
@@ -47,6 +61,9 @@ class HostCopies:
         self._streams: dict[torch.device, torch.cuda.Stream] = (
             behind._streams if behind is not None else {}
         )
+        #: What is not begun yet, and what is under way: how many copies, and what they end with.
+        self._left: deque[_Batch] = deque()
+        self._queued: deque[tuple[int, torch.cuda.Event]] = deque()
         #: What was waited for since the copies were made, and by which stream.
         self._waited: set[tuple[torch.cuda.Stream, torch.cuda.Event]] = set()
 
@@ -63,24 +80,21 @@ class HostCopies:
         """
         self._make_room([tensor for group in groups for tensor in group])
         self._waited.clear()
-        streams: set[torch.cuda.Stream] = set()
-        together: list[tuple[Tensor, _Copy]] = []
-        room = _TOGETHER
-        for group in groups:
-            for tensor in group:
-                copy = self._copies[id(tensor)]
-                if copy.version != tensor._version or id(tensor) not in still:
-                    together.append((tensor, copy))
-                    room -= tensor.nbytes
-            if room <= 0:
-                self._copy(together, streams)
-                together, room = [], _TOGETHER
-        self._copy(together, streams)
+        self._queued.clear()
+        self._left = deque(self._batches(groups, still))
+        devices = {tensor.device for group in groups for tensor in group}
+        for device in devices:
+            if device.type == "cuda":
+                self._stream(device).wait_stream(torch.cuda.current_stream(device))
+        self._begin_more()
 
     def wait(self, tensors: Iterable[Tensor]) -> None:
         """The work that is queued next on the device may write to these tensors."""
-        events = {copy.ready for t in tensors if (copy := self._copies.get(id(t))) is not None}
-        for event in events:
+        copies = [copy for t in tensors if (copy := self._copies.get(id(t))) is not None]
+        while self._left and any(copy.version < 0 for copy in copies):
+            self._begin(self._left.popleft())
+        self._begin_more()
+        for event in {copy.ready for copy in copies}:
             if event is not None:
                 stream = torch.cuda.current_stream()
                 if (stream, event) not in self._waited:
@@ -94,28 +108,48 @@ class HostCopies:
         self.wait([tensor])
         tensor.copy_(copy.value, non_blocking=True)
 
+    def _batches(
+        self, groups: Sequence[Sequence[Tensor]], still: Collection[int]
+    ) -> Iterator[_Batch]:
+        together: _Batch = []
+        room = _TOGETHER
+        for group in groups:
+            for tensor in group:
+                copy = self._copies[id(tensor)]
+                if copy.version != tensor._version or id(tensor) not in still:
+                    # What was not copied must not count as such.
+                    copy.version, copy.ready = -1, None
+                    together.append(copy)
+                    room -= tensor.nbytes
+            if room <= 0:
+                yield together
+                together, room = [], _TOGETHER
+        yield together
+
+    def _begin_more(self) -> None:
+        """Begin what the queue has places for."""
+        while self._queued and self._queued[0][1].query():
+            self._queued.popleft()
+        while self._left and sum(count for count, _ in self._queued) < _QUEUED:
+            self._begin(self._left.popleft())
+
     @torch.no_grad()
-    def _copy(self, pairs: Sequence[tuple[Tensor, _Copy]], streams: set[torch.cuda.Stream]) -> None:
-        """Copy these; on a GPU behind what was queued when the first of its `streams` was used."""
-        for _, copy in pairs:
-            copy.version = -1
+    def _begin(self, batch: _Batch) -> None:
+        pairs = [(copy, tensor) for copy in batch if (tensor := copy.of()) is not None]
         # Counters may be on the CPU between tensors of a GPU.
         for _, own in itertools.groupby(sorted(pairs, key=_where), key=_where):
-            tensors, copies = zip(*own, strict=True)
-            values, device = [copy.value for copy in copies], tensors[0].device
-            if device.type != "cuda":
-                torch._foreach_copy_(values, tensors)
+            copies, tensors = zip(*own, strict=True)
+            if tensors[0].device.type != "cuda":
+                torch._foreach_copy_([copy.value for copy in copies], tensors)
                 continue
-            side = self._stream(device)
-            if side not in streams:
-                side.wait_stream(torch.cuda.current_stream(device))
-                streams.add(side)
+            side = self._stream(tensors[0].device)
             with torch.cuda.stream(side):
-                torch._foreach_copy_(values, tensors, non_blocking=True)
+                calls = _copy_to_host(copies, tensors)
             ready = side.record_event()
+            self._queued.append((calls, ready))
             for copy in copies:
                 copy.ready = ready
-        for tensor, copy in pairs:  # not before: what was not copied must not count as such
+        for copy, tensor in pairs:
             copy.version = tensor._version
 
     def _make_room(self, tensors: Sequence[Tensor]) -> None:
@@ -126,8 +160,14 @@ class HostCopies:
         new = [tensor for key, tensor in wanted.items() if key not in self._copies]
         pinned = iter(_pinned([tensor for tensor in new if tensor.device.type == "cuda"]))
         for tensor in new:
-            value = next(pinned) if tensor.device.type == "cuda" else _unseen(tensor)
-            self._copies[id(tensor)] = _Copy(of=weakref.ref(tensor), value=value)
+            on_gpu = tensor.device.type == "cuda"
+            value = next(pinned) if on_gpu else _unseen(tensor)
+            is_small = on_gpu and 0 < tensor.nbytes <= _SMALL
+            self._copies[id(tensor)] = _Copy(
+                of=weakref.ref(tensor),
+                value=value,
+                there=seen_from(tensor.device, value) if is_small else None,
+            )
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -135,8 +175,24 @@ class HostCopies:
         return self._streams[device]
 
 
-def _where(pair: tuple[Tensor, _Copy]) -> str:
-    return str(pair[0].device)
+def _copy_to_host(copies: Sequence[_Copy], tensors: Sequence[Tensor]) -> int:
+    """Queue these on the current stream; returns how many places of its queue that takes."""
+    large: list[tuple[Tensor, Tensor]] = []
+    small: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for copy, tensor in zip(copies, tensors, strict=True):
+        if copy.there is None:
+            large.append((copy.value, tensor))
+        else:  # one kernel takes but one type
+            small.setdefault(tensor.dtype, []).append((copy.there, tensor))
+    for pairs in (large, *small.values()):
+        if pairs:
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+    return len(large) + len(small)
+
+
+def _where(pair: tuple[_Copy, Tensor]) -> str:
+    return str(pair[1].device)
 
 
 def _pinned(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.host.pinned import seen_from
 from oomph.techniques.host_reads import reading_by
 
 #: Types of numbers that the kernel knows; none of them is larger than the room.
@@ -56,10 +57,7 @@ class _Mailbox:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._here = torch.empty(_ROOM, dtype=torch.uint8, pin_memory=True)
-        # Pinned memory has the same address on the card.
-        self._there = torch._C._construct_storage_from_data_pointer(
-            self._here.data_ptr(), device, _ROOM
-        )
+        self._there = seen_from(device, self._here).untyped_storage()
         self._lock = threading.Lock()
 
     def read(self, method: Callable[[Tensor], Any], tensor: Tensor) -> Any:
