@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Residual, bert, chain, gpt2, llama, resnet, swin
+from tiny_models import (
+    Residual,
+    bert,
+    chain,
+    convnext,
+    gpt2,
+    hf_resnet,
+    llama,
+    resnet,
+    swin,
+    vit,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -254,3 +265,26 @@ def test_the_users_own_model_is_not_touched() -> None:
     look(Job(model, nn.MSELoss(), "sgd", (torch.ones(2, 16), torch.ones(2, 16))))
     assert "forward" not in vars(model)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+# -- images ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [resnet, hf_resnet, convnext])
+def test_nets_of_convolutions_convolve_images(make: Any) -> None:
+    assert look(make()).convolves_images
+
+
+@pytest.mark.parametrize("make", [vit, swin, llama])
+def test_cutting_images_into_patches_is_no_net_of_convolutions(make: Any) -> None:
+    assert not look(make()).convolves_images
+
+
+def test_convolutions_over_sounds_are_none_over_images() -> None:
+    def sounds() -> nn.Module:
+        return nn.Sequential(*(nn.Conv1d(16, 16, 3, padding=1) for _ in range(3)))
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.ones(2, 16, 32), torch.zeros(2, 16, 32)
+
+    assert not look(chain(sounds, batch)).convolves_images

@@ -47,6 +47,7 @@ _MODULE_LEVEL = (
     "fused_optimizer",
     "cast_cache",
     "fp8",
+    "channels_last",
     "allocator",
 )
 #: Samples that are looked at to find long ones.

@@ -163,6 +163,7 @@ def _differences(after: Choices) -> list[_Difference]:
             technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
         ),
         _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
+        _Difference(technique="channels", field="channels_last"),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
     ]
@@ -195,6 +196,8 @@ def _say(technique: str, choices: Choices) -> str:
             return say_weights_away(choices)
         case "products":
             return "FP8 inside blocks" if choices.fp8 else "as they are"
+        case "channels":
+            return "last" if choices.channels_last else "as they are"
         case "CUDA graph":
             return "over a micro-batch" if choices.cuda_graph else "no"
         case "optimizer state":

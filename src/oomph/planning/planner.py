@@ -365,6 +365,7 @@ class Planner:
             compiled=compiled,
             compiled_others=self.found.others if compiled else (),
             fused_optimizer=self.found.can_fuse,
+            channels_last=self._may_have_channels_last(precision),
         )
         base = self._base(plain, size)
         bases = [base]
@@ -428,6 +429,16 @@ class Planner:
     def _may_compile(self, precision: str) -> bool:
         rounds = fusing_rounds(precision) and not self.allow.allows(Fidelity.ROUNDING)
         return bool(self.found.blocks or self.found.others) and not rounds
+
+    def _may_have_channels_last(self, precision: str) -> bool:
+        """Where Tensor Cores convolve: their kernels for half precision have no other layout."""
+        capability = self.gpu.compute_capability if self.gpu is not None else None
+        return (
+            self.found.convolves_images
+            and capability is not None
+            and capability >= (7, 0)
+            and not precision.startswith(("fp32", "tf32"))
+        )
 
     def _may_multiply_in_fp8(self, plain: Choices) -> bool:
         """Only compiled blocks are faster for it."""

@@ -31,6 +31,12 @@ from oomph.techniques.recompute import KINDS
 from oomph.timing.clock import Clock
 from oomph.timing.ops import work_of
 
+aten = torch.ops.aten
+
+#: Images of so many channels were made by a convolution; those of a batch, which one convolution
+#: cuts into patches, have fewer.
+MADE_CHANNELS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavableOp:
@@ -72,6 +78,8 @@ class Survey:
     """Whether the optimizer can step one parameter after the other."""
     draws_random_numbers: bool
     """Whether a forward does, as dropout."""
+    convolves_images: bool
+    """Whether convolutions over images feed one another, as they do in nets made of them."""
     whole_because: str
     """Why a batch must not be split; empty where it may."""
     left_alone: tuple[str, ...]
@@ -119,6 +127,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         can_low_bit=seen.can_low_bit,
         steps_per_parameter=seen.steps_per_parameter,
         draws_random_numbers=seen.draws_random_numbers,
+        convolves_images=seen.convolves_images,
         whole_because=seen.whole_because,
         left_alone=left_alone,
     )
@@ -207,6 +216,11 @@ class _Seen:
         """Whether any op that ran did."""
         return self._log.draws_random_numbers
 
+    @property
+    def convolves_images(self) -> bool:
+        """Whether the results of convolutions over images go into others."""
+        return self._log.wide_convolutions >= 2
+
     def takes_part_in_backward(self, path: str) -> bool:
         """Whether something that is trained comes before or inside a block.
 
@@ -245,6 +259,8 @@ class _OpLog(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, SavableOp | None]] = []
         self.draws_random_numbers = False
+        self.wide_convolutions = 0
+        """Convolutions over images that have more channels than any picture of a batch."""
         self._clock = clock
 
     def __torch_dispatch__(
@@ -260,6 +276,8 @@ class _OpLog(TorchDispatchMode):
             )
         self.ops.append((func, savable))
         self.draws_random_numbers |= _draws(func, args, kwargs or {})
+        if func is aten.convolution.default and args[0].dim() == 4:
+            self.wide_convolutions += args[0].shape[1] >= MADE_CHANNELS
         return out
 
 

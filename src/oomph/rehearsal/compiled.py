@@ -190,7 +190,15 @@ class _Call:
             if not isinstance(leaf, Tensor)
         )
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        return type(self.block), self.names, shapes, constants, str(self.spec), cast
+        replaced = _replaced_forwards(self.block)
+        return type(self.block), self.names, shapes, constants, str(self.spec), cast, replaced
+
+
+def _replaced_forwards(block: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Modules inside a block that compute as a technique says, each with the name of how."""
+    forwards = ((path, vars(one).get("forward")) for path, one in block.named_modules() if path)
+    named = ((path, getattr(how, "func", how)) for path, how in forwards if how is not None)
+    return tuple((path, getattr(how, "__qualname__", "")) for path, how in named)
 
 
 def _cut(call: _Call, forward: Callable[..., Any], how: str, recorder: Recorder) -> _Cut:
