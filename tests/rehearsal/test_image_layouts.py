@@ -83,3 +83,14 @@ def test_batch_norm_sums_in_parts_with_channels_last() -> None:
     # 25,088 pixels in groups of 256, four numbers of each channel; a counter for 32 channels.
     assert [block.size for block in last] == [4 * 64 * 98 * 4, 2 * 4]
     assert plain == small == []
+
+
+def test_group_norm_gives_up_channels_last_on_a_gpu() -> None:
+    with pretend(H200) as recorder:
+        norm, x = nn.GroupNorm(4, 64, device="cuda"), images(64, 16, last=True).requires_grad_()
+        scratch = taken(recorder, "native_group_norm", lambda: norm(x))
+        assert x.nbytes in [block.size for block in scratch], "it is copied first"
+        out = norm(x)
+        assert not has_channels_last(out)
+        (gradient,) = torch.autograd.grad(out, x, images(64, 16, last=True))
+        assert not has_channels_last(gradient)

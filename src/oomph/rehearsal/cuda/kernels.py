@@ -133,6 +133,16 @@ def _cudnn_batch_norm_backward(
     return torch.empty_like(input), torch.empty_like(weight), torch.empty_like(weight)
 
 
+def _native_group_norm(images: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    out, *statistics = aten.native_group_norm(images, *args)
+    return out.new_empty(out.shape), *statistics
+
+
+def _native_group_norm_backward(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    of_images, *others = aten.native_group_norm_backward(grad, *args)
+    return None if of_images is None else of_images.new_empty(of_images.shape), *others
+
+
 def _grouped_mm(
     one: Tensor,
     other: Tensor,
@@ -163,6 +173,9 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn_flatten_weight.default: flatten_weights,
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+    # CUDA has no kernel for channels last, and its results have not, either.
+    aten.native_group_norm.default: _native_group_norm,
+    aten.native_group_norm_backward.default: _native_group_norm_backward,
     # The fake kernel takes bf16 only; CUDA other types, too.
     aten._grouped_mm.default: _grouped_mm,
     # The CPU counts floats only, CUDA integers, too.
@@ -443,12 +456,14 @@ def _floor_power(number: int) -> int:
 
 def _group_norm(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     batch, channels = args[3], args[4]
-    return [Burst(*[batch * channels * 4] * 2)]
+    copies = [] if args[0].is_contiguous() else [_bytes(args[0])]
+    return [Burst(*copies, *[batch * channels * 4] * 2)]
 
 
 def _group_norm_backward(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     batch, channels = args[5], args[6]
-    return [Burst(*[batch * channels * 4] * 3)]
+    copies = [_bytes(images) for images in args[:2] if not images.is_contiguous()]
+    return [Burst(*copies, *[batch * channels * 4] * 3)]
 
 
 _SCRATCH: dict[Any, Formula] = {
