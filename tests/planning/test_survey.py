@@ -280,11 +280,19 @@ def test_cutting_images_into_patches_is_no_net_of_convolutions(make: Any) -> Non
     assert not look(make()).convolves_images
 
 
-def test_convolutions_over_sounds_are_none_over_images() -> None:
-    def sounds() -> nn.Module:
-        return nn.Sequential(*(nn.Conv1d(16, 16, 3, padding=1) for _ in range(3)))
+class Scaled(nn.Conv2d):
+    """A convolution that computes in its own way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, 2 * self.weight, self.bias)
+
+
+@pytest.mark.parametrize(("make", "dims"), [(nn.Conv1d, 1), (Scaled, 2)], ids=["sounds", "own"])
+def test_convolutions_that_cannot_be_given_images_are_not_counted(make: Any, dims: int) -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(*(make(16, 16, 3, padding=1) for _ in range(3)))
 
     def batch() -> tuple[Tensor, Tensor]:
-        return torch.ones(2, 16, 32), torch.zeros(2, 16, 32)
+        return torch.ones(2, 16, *dims * [8]), torch.zeros(2, 16, *dims * [8])
 
-    assert not look(chain(sounds, batch)).convolves_images
+    assert not look(chain(layers, batch)).convolves_images

@@ -437,7 +437,7 @@ class Planner:
             self.found.convolves_images
             and capability is not None
             and capability >= (7, 0)
-            and not precision.startswith(("fp32", "tf32"))
+            and precision not in ("fp32", "tf32")
         )
 
     def _may_multiply_in_fp8(self, plain: Choices) -> bool:

@@ -22,6 +22,7 @@ from oomph.planning.choices import KEEP, RECOMPUTE, saving
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import storage_key, tensors_in
+from oomph.techniques.channels_last import takes_images
 from oomph.techniques.chunked_loss import find_heads
 from oomph.techniques.fused_optimizer import can_fuse
 from oomph.techniques.low_bit_state import low_bit_state
@@ -31,10 +32,7 @@ from oomph.techniques.recompute import KINDS
 from oomph.timing.clock import Clock
 from oomph.timing.ops import work_of
 
-aten = torch.ops.aten
-
-#: Images of so many channels were made by a convolution; those of a batch, which one convolution
-#: cuts into patches, have fewer.
+#: Images of so many channels were made by the model; those of a batch have fewer.
 MADE_CHANNELS = 8
 
 
@@ -145,6 +143,7 @@ class _Seen:
         self.families: list[Any] = []
         self._model: nn.Module | None = None
         self.heads: dict[str, tuple[int, int]] = {}
+        self.convolves_images = False
         self.whole_because = ""
         self.hooked: set[str] = set()
         self._kinds: dict[str, tuple[Any, ...]] = {}
@@ -177,6 +176,7 @@ class _Seen:
         self.heads = {
             path: (head.out_features, head.in_features) for path, head in find_heads(model)
         }
+        self.convolves_images = _convolves_images(model)
         self.whole_because = why_whole(model)
         paths = ["", *(path for family in self.families for path in family.all_paths())]
         modules = {path: model.get_submodule(path) for path in paths}
@@ -216,11 +216,6 @@ class _Seen:
         """Whether any op that ran did."""
         return self._log.draws_random_numbers
 
-    @property
-    def convolves_images(self) -> bool:
-        """Whether the results of convolutions over images go into others."""
-        return self._log.wide_convolutions >= 2
-
     def takes_part_in_backward(self, path: str) -> bool:
         """Whether something that is trained comes before or inside a block.
 
@@ -259,8 +254,6 @@ class _OpLog(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, SavableOp | None]] = []
         self.draws_random_numbers = False
-        self.wide_convolutions = 0
-        """Convolutions over images that have more channels than any picture of a batch."""
         self._clock = clock
 
     def __torch_dispatch__(
@@ -276,8 +269,6 @@ class _OpLog(TorchDispatchMode):
             )
         self.ops.append((func, savable))
         self.draws_random_numbers |= _draws(func, args, kwargs or {})
-        if func is aten.convolution.default and args[0].dim() == 4:
-            self.wide_convolutions += args[0].shape[1] >= MADE_CHANNELS
         return out
 
 
@@ -311,6 +302,12 @@ def _has_own_hooks(block: nn.Module) -> bool:
         for inside in block.modules()
         if inside is not block
     )
+
+
+def _convolves_images(model: nn.Module) -> bool:
+    """Whether convolutions go over what it made, not only over a batch, to cut it into patches."""
+    channels = [one.in_channels for one in model.modules() if takes_images(one)]
+    return sum(number >= MADE_CHANNELS for number in channels) >= 2
 
 
 def _is_accepted(attempt: Callable[[], None]) -> bool:

@@ -9,7 +9,7 @@ copies. Weights, and so the optimizer and saved files, stay as they are.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ def channels_last(convolution: nn.Module) -> Undo:
     return replace_forward(convolution, functools.partial(_convolve, convolution))
 
 
-def takes_images(module: nn.Module) -> bool:
+def takes_images(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.ConvTranspose2d]:
     """Whether a module is a convolution over images that computes as PyTorch's own."""
     own = [kind.forward for kind in _CONVOLUTIONS]
     # A forward of the instance's own is somebody's technique: what it wants is not known.

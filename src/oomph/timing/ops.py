@@ -161,10 +161,15 @@ def _in_parts(gradient: Tensor, images: Tensor, weight: Tensor) -> bool:
 
 
 def _moving_reach(packet: Any, args: Sequence[Any], out: Any) -> float:
-    images = [tensor for tensor in _tensors(args) if tensor.dim() == 4]
-    if packet in _SLOW_WITH_CHANNELS_LAST and images and all(map(has_channels_last, images)):
-        return _SLOW_WITH_CHANNELS_LAST[packet]
-    return SLOW.get(packet) or (1.0 if _is_in_one_order((*args, out)) else _STRIDED)
+    if packet in SLOW:
+        last = packet in _SLOW_WITH_CHANNELS_LAST and _all_have_channels_last(args)
+        return _SLOW_WITH_CHANNELS_LAST[packet] if last else SLOW[packet]
+    return 1.0 if _is_in_one_order((*args, out)) else _STRIDED
+
+
+def _all_have_channels_last(args: Sequence[Any]) -> bool:
+    """Whether all images have; where one has not, batch norm runs its kernels for any layout."""
+    return all(has_channels_last(tensor) for tensor in _tensors(args) if tensor.dim() >= 4)
 
 
 def _is_in_one_order(values: Sequence[Any]) -> bool:
@@ -172,10 +177,9 @@ def _is_in_one_order(values: Sequence[Any]) -> bool:
     tensors = list(_tensors(values))
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
-    images = [tensor for tensor in tensors if tensor.dim() == 4]
-    return all(
-        tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images
-    ) and all(tensor.is_contiguous() for tensor in tensors if tensor.dim() != 4)
+    last, plain = torch.channels_last, torch.contiguous_format
+    forms = (last if tensor.dim() == 4 else plain for tensor in tensors)
+    return all(t.is_contiguous(memory_format=form) for t, form in zip(tensors, forms, strict=True))
 
 
 def _steps_an_optimizer(name: str) -> bool:
