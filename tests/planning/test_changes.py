@@ -14,7 +14,7 @@ from oomph.planning import changes as module
 from oomph.planning.audition import Marks, count_parts
 from oomph.planning.changes import describe_changes, say_blocks, settings_of
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices, Outside
-from oomph.planning.effort import peak_allocated, step_effort
+from oomph.planning.effort import peak_taken, step_effort
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Timeline
@@ -63,7 +63,7 @@ def measured(job: Job, choices: Choices) -> tuple[int, float]:
         skip_first_step=True,
     )
     parts = count_parts(job, choices.micro_batch)
-    return peak_allocated(timeline), step_effort(timeline, parts).seconds(CLOCK)
+    return peak_taken(timeline), step_effort(timeline, parts).seconds(CLOCK)
 
 
 def test_nothing_changed_is_no_change() -> None:
@@ -103,6 +103,15 @@ def test_a_change_is_worth_the_difference_of_two_rehearsals(
     # The whole rehearsal keeps the losses of a part or two more.
     assert found.saves == pytest.approx(without[0] - with_it[0], abs=2048)
     assert found.costs == pytest.approx(with_it[1] - without[1], abs=1e-9)
+
+
+def test_what_a_graph_keeps_for_its_replays_is_taken() -> None:
+    before = dataclasses.replace(BEFORE, micro_batch=2)
+    (graph,) = described(job(), before, dataclasses.replace(before, cuda_graph=True))
+    assert graph.technique == "CUDA graph"
+    # The same kernels need the same memory, beside workspaces for products of the graph's own.
+    workspaces = 72 << 20
+    assert -workspaces <= graph.saves < 0
 
 
 def test_parts_of_different_sizes_are_timed_alike() -> None:

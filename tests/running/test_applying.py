@@ -70,6 +70,27 @@ class Plain(nn.Module):
         return self.head(self.blocks(self.embed(ids)))
 
 
+class BiasedBlock(Block):
+    """Its attention has a bias that is looked up by distance, as T5's is."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.bias = nn.Embedding(LENGTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        bias = self.bias((at[:, None] - at).abs()).permute(2, 0, 1).unsqueeze(0)
+        query, key, value = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, -1)
+        attended = F.scaled_dot_product_attention(query, key, value, bias)
+        return x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)).tanh())
+
+
+class Biased(Plain):
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.blocks = nn.Sequential(*(BiasedBlock(dropout) for _ in range(2)))
+
+
 class Mixing(nn.Module):
     """A block of two convolutions."""
 
@@ -176,6 +197,13 @@ CASES = {
         optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
         loss=plain_loss,
     ),
+    "biased": Case(
+        build=Biased,
+        blocks=("blocks.0", "blocks.1"),
+        head="head",
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+        loss=plain_loss,
+    ),
     "gpt2": Case(
         build=gpt2,
         blocks=("transformer.h.0", "transformer.h.1"),
@@ -216,6 +244,7 @@ TECHNIQUES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "fused optimizer": lambda case: {"fused_optimizer": True},
     "optimizer in backward": lambda case: {"optimizer_in_backward": True},
     "compile": lambda case: {"compiled": True},
+    "biases in rows": lambda case: {"attention_rows": True},
 }
 #: For models that convolve images.
 TECHNIQUES_OF_IMAGES: dict[str, Callable[[Case], dict[str, Any]]] = {
@@ -224,6 +253,7 @@ TECHNIQUES_OF_IMAGES: dict[str, Callable[[Case], dict[str, Any]]] = {
 }
 #: Sums keep their order in all of these.
 BITWISE = {"recompute", "recompute in part", "optimizer in backward", "compile"}
+IN_ROWS = [(), *((name,) for name in TECHNIQUES if name != "biases in rows")]
 DRAWS_THE_SAME = [name for name in TECHNIQUES if not name.startswith("micro-batches")]
 
 
@@ -289,6 +319,7 @@ EAGER = [name for name in TECHNIQUES if name != "compile"]
         *(("images", ("channels last", name)) for name in TECHNIQUES),
         *combinations("gpt2", EAGER),
         *combinations("llama", EAGER, most=1),
+        *(("biased", ("biases in rows", *names)) for names in IN_ROWS),
         ("gpt2", ("compile",)),
         ("llama", ("compile", "recompute in part")),
     ],

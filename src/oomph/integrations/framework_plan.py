@@ -47,6 +47,7 @@ _MODULE_LEVEL = (
     "fused_optimizer",
     "cast_cache",
     "fp8",
+    "attention_rows",
     "channels_last",
     "allocator",
 )

@@ -351,6 +351,8 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
         )
     if choices.fp8:
         left_out.append("matrix products in FP8")
+    if choices.attention_rows:
+        left_out.append("biases of attention in rows, which fused kernels take")
     if choices.channels_last:
         left_out.append("images with channels last; model.to(memory_format=torch.channels_last)")
     if not choices.cast_cache:

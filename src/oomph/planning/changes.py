@@ -11,7 +11,7 @@ from oomph.gpus import GPU
 from oomph.job import Job
 from oomph.planning.audition import Marks, count_parts, with_even_parts
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, on_the_gpu
-from oomph.planning.effort import peak_allocated, step_effort
+from oomph.planning.effort import peak_taken, step_effort
 from oomph.planning.plan import Change
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Timeline
@@ -96,7 +96,7 @@ def price(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Price:
 
 def _taken(job: Job, clock: Clock, choices: Choices, timeline: Timeline) -> Price:
     parts = count_parts(job, choices.micro_batch)
-    return peak_allocated(timeline), step_effort(timeline, parts).seconds(clock)
+    return peak_taken(timeline), step_effort(timeline, parts).seconds(clock)
 
 
 def _undone(one: _Difference, before: Choices, after: Choices) -> Choices:
@@ -163,6 +163,7 @@ def _differences(after: Choices) -> list[_Difference]:
             technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
         ),
         _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
+        _Difference(technique="attention's bias", field="attention_rows", fidelity=fused_kernels),
         _Difference(technique="channels", field="channels_last"),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
@@ -196,6 +197,8 @@ def _say(technique: str, choices: Choices) -> str:
             return say_weights_away(choices)
         case "products":
             return "FP8 inside blocks" if choices.fp8 else "as they are"
+        case "attention's bias":
+            return "in rows, for fused kernels" if choices.attention_rows else "as it is"
         case "channels":
             return "last" if choices.channels_last else "as they are"
         case "CUDA graph":

@@ -70,6 +70,8 @@ class Choices:
     """Buckets that come as backward ends, where no step is made before all gradients are known."""
     fp8: bool = False
     """Whether the linear layers of the blocks multiply in FP8."""
+    attention_rows: bool = False
+    """Whether attention gets its biases in rows without gaps, which fused kernels take."""
     channels_last: bool = False
     """Whether convolutions are given their images with channels last, as Tensor Cores want them."""
     cuda_graph: bool = False

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from oomph.planning.pace import Pace
+from oomph.rehearsal.allocator.replay import GRAPH_POOL
 from oomph.rehearsal.recorder import FORWARD
-from oomph.rehearsal.timeline import END_OF_STEP, Category, Mark, Timeline
+from oomph.rehearsal.timeline import END_OF_STEP, Block, Category, Mark, Timeline
 from oomph.timing.clock import Clock
 
 #: The CUDA allocator hands out multiples of this.
@@ -117,6 +119,14 @@ def peak_allocated(timeline: Timeline) -> int:
     return Alive.of(timeline).peak(starts[0], done)
 
 
+def peak_taken(timeline: Timeline) -> int:
+    """The same with what a graph keeps for its replays, whether or not it is alive there."""
+    starts, done = last_step(timeline)
+    in_graph = Alive.of(timeline, lambda block: block.stream >= GRAPH_POOL)
+    others = Alive.of(timeline, lambda block: block.stream < GRAPH_POOL)
+    return in_graph.most + others.peak(starts[0], done)
+
+
 @dataclass(frozen=True)
 class Alive:
     """Bytes alive after each event."""
@@ -124,16 +134,21 @@ class Alive:
     values: Any
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Alive:
-        """As the allocator rounds them."""
+    def of(cls, timeline: Timeline, counts: Callable[[Block], bool] = lambda _: True) -> Alive:
+        """As the allocator rounds them; of all blocks, or of those that count."""
         change = np.zeros(timeline.events + 1, dtype=np.int64)
-        for block in timeline.blocks:
+        for block in filter(counts, timeline.blocks):
             size = rounded(block.size)
             # A workspace stays once it is there: but for the first step, from the beginning.
             change[block.birth if block.category is not Category.WORKSPACE else 0] += size
             if block.death is not None:
                 change[block.death] -= size
         return cls(np.cumsum(change))
+
+    @property
+    def most(self) -> int:
+        """At any time."""
+        return int(self.values.max())
 
     def at(self, mark: Mark) -> int:
         """When it was made."""

@@ -359,12 +359,13 @@ class Planner:
         if precision == "fp32" and self.gpu is not None and self.allow.allows(Fidelity.ROUNDING):
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
         mixed = precision in ("bf16-mixed", "fp16-mixed")
-        compiled = self.compiles and self._may_compile(precision)
+        compiled = self.compiles and self._may_fuse(precision) and self.found.can_compile
         plain = Choices(
             precision=precision,
             compiled=compiled,
             compiled_others=self.found.others if compiled else (),
             fused_optimizer=self.found.can_fuse,
+            attention_rows=self._may_fuse(precision) and self.found.attention_has_gaps,
             channels_last=self._may_have_channels_last(precision),
         )
         base = self._base(plain, size)
@@ -426,9 +427,10 @@ class Planner:
             optimizer_in_backward=size is None and self._may_step_in_backward(plain),
         )
 
-    def _may_compile(self, precision: str) -> bool:
-        rounds = fusing_rounds(precision) and not self.allow.allows(Fidelity.ROUNDING)
-        return bool(self.found.blocks or self.found.others) and not rounds
+    def _may_fuse(self, precision: str) -> bool:
+        """Whether fused kernels are near enough to what they replace."""
+        rounds = fusing_rounds(precision)
+        return self.gpu is not None and (not rounds or self.allow.allows(Fidelity.ROUNDING))
 
     def _may_have_channels_last(self, precision: str) -> bool:
         """Where Tensor Cores convolve: their kernels for half precision have no other layout."""

@@ -22,6 +22,7 @@ from oomph.planning.choices import KEEP, RECOMPUTE, saving
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import storage_key, tensors_in
+from oomph.techniques.attention_rows import gaps_noticed
 from oomph.techniques.channels_last import takes_images
 from oomph.techniques.chunked_loss import find_heads
 from oomph.techniques.fused_optimizer import can_fuse
@@ -76,12 +77,19 @@ class Survey:
     """Whether the optimizer can step one parameter after the other."""
     draws_random_numbers: bool
     """Whether a forward does, as dropout."""
+    attention_has_gaps: bool
+    """Whether attention is given biases that no fused kernel takes as they are."""
     convolves_images: bool
     """Whether convolutions over images feed one another, as they do in nets made of them."""
     whole_because: str
     """Why a batch must not be split; empty where it may."""
     left_alone: tuple[str, ...]
     """What cannot be recomputed and why, in words."""
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether there is anything that is compiled by itself."""
+        return bool(self.blocks or self.others)
 
     def options(self, block: Block) -> tuple[str, ...]:
         """The menu of a block: keep, recompute, and ways between them."""
@@ -105,7 +113,8 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
     """Run the job's forward once on fake tensors and look at its modules."""
     seen = _Seen(clock=clock, look=look)
     plain = dataclasses.replace(job, checkpointing="none", micro_batch=None)
-    rehearse(plain, gpu, ("eval",), watch=seen.watch)
+    with gaps_noticed(seen.notice_gaps):
+        rehearse(plain, gpu, ("eval",), watch=seen.watch)
     chosen = [
         path
         for path in choose_blocks(seen.families, seen.calls)
@@ -125,6 +134,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         can_low_bit=seen.can_low_bit,
         steps_per_parameter=seen.steps_per_parameter,
         draws_random_numbers=seen.draws_random_numbers,
+        attention_has_gaps=seen.attention_has_gaps,
         convolves_images=seen.convolves_images,
         whole_because=seen.whole_because,
         left_alone=left_alone,
@@ -143,6 +153,7 @@ class _Seen:
         self.families: list[Any] = []
         self._model: nn.Module | None = None
         self.heads: dict[str, tuple[int, int]] = {}
+        self.attention_has_gaps = False
         self.convolves_images = False
         self.whole_because = ""
         self.hooked: set[str] = set()
@@ -186,6 +197,10 @@ class _Seen:
             module.register_forward_hook(
                 functools.partial(self._leave, path), with_kwargs=True, always_call=True
             )
+
+    def notice_gaps(self) -> None:
+        """Attention was given a bias with gaps."""
+        self.attention_has_gaps = True
 
     def _enter(self, *_: Any) -> None:
         if not self._starts:

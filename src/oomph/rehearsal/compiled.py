@@ -37,6 +37,7 @@ from oomph.planning.choices import KEEP, saved_ops
 from oomph.rehearsal.fusion import Program, schedule
 from oomph.rehearsal.garbage import count_as_old
 from oomph.rehearsal.recorder import Bare, Recorder
+from oomph.techniques.attention_rows import closes_gaps
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
 from oomph.techniques.recompute import KINDS, replace_forward
 from oomph.techniques.technique import Undo
@@ -193,15 +194,13 @@ class _Call:
             if not isinstance(leaf, Tensor)
         )
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        replaced = _replaced_forwards(self.block)
-        return type(self.block), self.names, shapes, constants, str(self.spec), cast, replaced
+        called = (type(self.block), self.names, shapes, constants, str(self.spec), cast)
+        return *called, closes_gaps(), self._changed_inside()
 
-
-def _replaced_forwards(block: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Modules inside a block that compute as a technique says, each with the name of how."""
-    forwards = ((path, vars(one).get("forward")) for path, one in block.named_modules() if path)
-    named = ((path, getattr(how, "func", how)) for path, how in forwards if how is not None)
-    return tuple((path, getattr(how, "__qualname__", "")) for path, how in named)
+    def _changed_inside(self) -> tuple[str, ...]:
+        """Modules that techniques gave another forward."""
+        inside = self.block.named_modules()
+        return tuple(name for name, module in inside if name and "forward" in vars(module))
 
 
 def _cut(call: _Call, forward: Callable[..., Any], how: str, recorder: Recorder) -> _Cut:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from unittest import mock
@@ -45,7 +46,8 @@ from oomph.rehearsal.world import pretend
 from oomph.running.applying import apply_choices
 from oomph.running.evaluating import evaluate_batch
 from oomph.running.step import Stage, train_step
-from oomph.techniques.autocast import make_scaler
+from oomph.techniques.attention_rows import gaps_left
+from oomph.techniques.autocast import make_scaler, remember_tf32
 from oomph.techniques.partial_steps import part_of_a_step
 from oomph.timing.clock import Clock
 
@@ -82,7 +84,12 @@ def rehearse(
     job = _with_batch_on_host(job)
     # Shuffling is done for real, so that a batch is known; the user's random stream stays put.
     # What steps here is no step of the user's.
-    with torch.random.fork_rng(devices=[]), part_of_a_step(), pretend(gpu) as recorder:
+    with (
+        torch.random.fork_rng(devices=[]),
+        part_of_a_step(),
+        _own_settings(),
+        pretend(gpu) as recorder,
+    ):
         try:
             recorder.clock = clock
             recorder.waits_for_copies = wait_for_copies
@@ -96,6 +103,17 @@ def rehearse(
             ) from error
     recorder.timeline.notes += recorder.values.notes()
     return recorder.timeline
+
+
+@contextlib.contextmanager
+def _own_settings() -> Iterator[None]:
+    """Choices that are applied here may set what all of the process shares; it is put back."""
+    put_back = remember_tf32()
+    try:
+        with gaps_left():
+            yield
+    finally:
+        put_back()
 
 
 def _rehearse(

@@ -30,6 +30,7 @@ from oomph.planning.choices import (
 from oomph.running.optimizer_pieces import OptimizerPieces
 from oomph.running.step import Stage
 from oomph.techniques.allocator_settings import set_allocator
+from oomph.techniques.attention_rows import close_gaps
 from oomph.techniques.autocast import make_scaler, use_tf32
 from oomph.techniques.channels_last import channels_last, takes_images
 from oomph.techniques.chunked_loss import chunk_loss
@@ -161,6 +162,8 @@ class Applied:
             if choices.fp8:
                 for linear in _linear_layers(model, choices.blocks):
                     do(multiply_in_fp8(linear))
+            if choices.attention_rows:
+                do(close_gaps())
             if choices.channels_last:
                 for convolution in filter(takes_images, model.modules()):
                     do(channels_last(convolution))

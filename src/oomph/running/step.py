@@ -239,4 +239,7 @@ def _step(stage: Stage) -> None:
         scaler.update()
     else:
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    # No `zero_grad`, which runs ops of its own: a step that is made must not fail any more.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
