@@ -24,6 +24,7 @@ ALL = Choices(
     weights="bf16 with fp32 masters",
     cast_cache=False,
     low_bit_state=True,
+    channels_last=True,
     allocator="expandable_segments:True",
 )
 
@@ -51,6 +52,10 @@ def test_blocks_that_run_twice_are_those_not_kept() -> None:
 def test_where_state_waits_lasts_as_long_as_a_run() -> None:
     assert AWAY.lasting.disk_share == 0.65
     assert AWAY.leaves
+
+
+def test_the_layout_of_images_lasts_as_long_as_a_run() -> None:
+    assert ALL.lasting.channels_last
 
 
 def test_where_blocks_are_offloaded_to_can_be_switched() -> None:

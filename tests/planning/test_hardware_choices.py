@@ -1,4 +1,4 @@
-"""Choices that differ by card: graphs where it would wait for launches, FP8 where it has it."""
+"""Choices that differ by card: graphs where launches take longest, FP8, the layout of images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import pytest
-from tiny_models import llama, tokens
+from tiny_models import llama, resnet, tokens, vit
 from torch import Tensor, nn
 
 from oomph.gpus import find_gpu
@@ -57,6 +57,27 @@ def test_a_forward_that_reads_its_data_is_not_captured() -> None:
 def test_fp8_is_chosen_only_where_the_card_has_it_and_the_user_allows_it() -> None:
     assert not planned("h200").choices.fp8
     assert not planned("a100-40gb", "lossy").choices.fp8
+
+
+def test_images_have_channels_last_where_tensor_cores_convolve_them() -> None:
+    made = plan(resnet(), gpu="h200", budget="4GiB")
+    assert made.choices.precision == "bf16-mixed" and made.choices.channels_last
+    (change,) = (one for one in made.changes if one.technique == "channels")
+    assert (change.before, change.after) == ("as they are", "last")
+    assert change.fidelity is Fidelity.EXACT
+
+
+@pytest.mark.parametrize(
+    ("job", "gpu", "allow"),
+    [
+        pytest.param(vit, "h200", "rounding", id="patches"),
+        pytest.param(resnet, "p100-16gb", "rounding", id="no Tensor Cores"),
+        pytest.param(resnet, "h200", "exact", id="fp32"),
+        pytest.param(resnet, None, "rounding", id="CPU"),
+    ],
+)
+def test_elsewhere_images_stay_as_they_are(job: Any, gpu: str | None, allow: str) -> None:
+    assert not plan(job(), gpu=gpu, budget="4GiB", allow=allow).choices.channels_last
 
 
 def test_a_graph_and_a_step_in_backward_exclude_each_other() -> None:

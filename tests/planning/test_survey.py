@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Residual, bert, chain, gpt2, llama, resnet, swin
+from tiny_models import (
+    Residual,
+    bert,
+    chain,
+    convnext,
+    gpt2,
+    hf_resnet,
+    llama,
+    resnet,
+    swin,
+    vit,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -254,3 +265,34 @@ def test_the_users_own_model_is_not_touched() -> None:
     look(Job(model, nn.MSELoss(), "sgd", (torch.ones(2, 16), torch.ones(2, 16))))
     assert "forward" not in vars(model)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+# -- images ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [resnet, hf_resnet, convnext])
+def test_nets_of_convolutions_convolve_images(make: Any) -> None:
+    assert look(make()).convolves_images
+
+
+@pytest.mark.parametrize("make", [vit, swin, llama])
+def test_cutting_images_into_patches_is_no_net_of_convolutions(make: Any) -> None:
+    assert not look(make()).convolves_images
+
+
+class Scaled(nn.Conv2d):
+    """A convolution that computes in its own way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, 2 * self.weight, self.bias)
+
+
+@pytest.mark.parametrize(("make", "dims"), [(nn.Conv1d, 1), (Scaled, 2)], ids=["sounds", "own"])
+def test_convolutions_that_cannot_be_given_images_are_not_counted(make: Any, dims: int) -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(*(make(16, 16, 3, padding=1) for _ in range(3)))
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.ones(2, 16, *dims * [8]), torch.zeros(2, 16, *dims * [8])
+
+    assert not look(chain(layers, batch)).convolves_images

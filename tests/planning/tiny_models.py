@@ -136,6 +136,11 @@ def hf_resnet(**options: Any) -> Job:
     return hugging_face(hf.ResNetForImageClassification, config, images(), **options)
 
 
+def convnext(**options: Any) -> Job:
+    config = hf.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 2], num_stages=2)
+    return hugging_face(hf.ConvNextForImageClassification, config, images(), **options)
+
+
 def mixture(cls: Any, config: Any, **options: Any) -> Job:
     """A model with four experts in each layer."""
     small = config(

@@ -25,7 +25,9 @@ from oomph.rehearsal import compiled
 from oomph.rehearsal.compiled import forget_compiled, stand_in_for_compiled
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
+from oomph.techniques.channels_last import channels_last
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
+from oomph.timing.layouts import has_channels_last
 
 H200 = find_gpu("h200")
 BATCH, LENGTH, WIDTH = 2, 16, 32
@@ -306,3 +308,44 @@ def test_undoing_gives_the_block_its_own_forward_back() -> None:
         block = Mlp()
         stand_in_for_compiled(block, KEEP, recorder=recorder)()
         assert "forward" not in vars(block)
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.two = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(self.norm(self.one(x)).relu())
+
+
+def test_channels_stay_last_through_forward_and_backward() -> None:
+    with pretend(H200) as recorder:
+        block = Convolving().to("cuda")
+        for convolution in (block.one, block.two):
+            channels_last(convolution)
+        x = torch.empty(2, 8, 4, 4, device="cuda").contiguous(memory_format=torch.channels_last)
+        x.requires_grad_()
+        stand_in_for_compiled(block, KEEP, recorder=recorder)
+        out = block(x)
+        assert has_channels_last(out)
+        seen: list[bool] = []
+        x.register_hook(lambda gradient: seen.append(has_channels_last(gradient)))
+        out.sum().backward()
+        assert seen == [True]
+        assert all(p.grad is not None and p.grad.is_contiguous() for p in block.parameters())
+
+
+def test_a_block_whose_convolutions_compute_otherwise_is_another_graph() -> None:
+    with pretend(H200) as recorder:
+        plain, last = Convolving().to("cuda"), Convolving().to("cuda")
+        channels_last(last.one)
+        x = torch.empty(2, 8, 4, 4, device="cuda", requires_grad=True)
+        for block in (plain, last):
+            stand_in_for_compiled(block, KEEP, recorder=recorder)
+            block(x)
+    assert len(compiled._cache.traced) == 2

@@ -91,6 +91,34 @@ class Biased(Plain):
         self.blocks = nn.Sequential(*(BiasedBlock(dropout) for _ in range(2)))
 
 
+class Mixing(nn.Module):
+    """A block of two convolutions."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(16, 24, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 24)
+        self.narrow = nn.Conv2d(24, 16, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.narrow(self.norm(self.wide(x)).relu()))
+
+
+class Images(nn.Module):
+    """Tokens as the pixels of small images, which convolutions mix."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.Sequential(*(Mixing(dropout) for _ in range(2)))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        pixels = self.embed(ids).transpose(1, 2).unflatten(2, (2, -1)).contiguous()
+        return self.head(self.blocks(pixels).flatten(2).transpose(1, 2))
+
+
 def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(batch["input_ids"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -162,6 +190,13 @@ CASES = {
         optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
         loss=plain_loss,
     ),
+    "images": Case(
+        build=Images,
+        blocks=("blocks.0", "blocks.1"),
+        head="head",
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+        loss=plain_loss,
+    ),
     "biased": Case(
         build=Biased,
         blocks=("blocks.0", "blocks.1"),
@@ -211,6 +246,11 @@ TECHNIQUES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "compile": lambda case: {"compiled": True},
     "biases in rows": lambda case: {"attention_rows": True},
 }
+#: For models that convolve images.
+TECHNIQUES_OF_IMAGES: dict[str, Callable[[Case], dict[str, Any]]] = {
+    **TECHNIQUES,
+    "channels last": lambda case: {"channels_last": True},
+}
 #: Sums keep their order in all of these.
 BITWISE = {"recompute", "recompute in part", "optimizer in backward", "compile"}
 IN_ROWS = [(), *((name,) for name in TECHNIQUES if name != "biases in rows")]
@@ -221,7 +261,7 @@ def choose(case: Case, names: tuple[str, ...], **others: Any) -> Choices | None:
     """All of them together; None for two choices of one thing."""
     chosen: dict[str, Any] = dict(others)
     for name in names:
-        more = TECHNIQUES[name](case)
+        more = TECHNIQUES_OF_IMAGES[name](case)
         if more.keys() & chosen.keys():
             return None
         chosen |= more
@@ -275,6 +315,8 @@ EAGER = [name for name in TECHNIQUES if name != "compile"]
     ("name", "techniques"),
     [
         *combinations("plain", list(TECHNIQUES)),
+        ("images", ("channels last",)),
+        *(("images", ("channels last", name)) for name in TECHNIQUES),
         *combinations("gpt2", EAGER),
         *combinations("llama", EAGER, most=1),
         *(("biased", ("biases in rows", *names)) for names in IN_ROWS),
@@ -363,7 +405,7 @@ EVERYTHING = Choices(
     cast_cache=False,
 )
 UNDOABLE = {
-    **{name: choose(CASES["plain"], (name,)) for name in TECHNIQUES},
+    **{name: choose(CASES["plain"], (name,)) for name in TECHNIQUES_OF_IMAGES},
     "master weights": Choices(precision="bf16-mixed", weights="bf16 with fp32 masters"),
     "8-bit state": Choices(low_bit_state=True),
     "tf32": Choices(precision="tf32"),

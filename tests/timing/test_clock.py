@@ -77,3 +77,11 @@ def test_formats_run_at_the_cards_own_rates() -> None:
     assert clock.seconds(work["bf16"]) < tf32.seconds(work["fp32"]) < clock.seconds(work["fp32"])
     old = Clock(gpu=find_gpu("p100-16gb"))
     assert old.seconds(work["bf16"]) == old.seconds(work["fp32"])
+
+
+def test_conversions_come_on_top_of_what_a_kernel_takes() -> None:
+    clock = Clock(gpu=find_gpu("h200"))
+    work = Work(flops=1e12, dtype="bf16", kind="convolution", bytes=10**6)
+    slower = dataclasses.replace(work, converted=10**9)
+    more = clock.seconds(slower) - clock.seconds(work)
+    assert clock.moving(10**9) < more < 4 * clock.moving(10**9)

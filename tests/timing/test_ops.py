@@ -270,3 +270,58 @@ def test_what_is_read_with_steps_between_takes_longer() -> None:
     x = torch.empty(64, 64)
     plain, strided = works(lambda: (x + x, x + x.t()))
     assert plain.bytes == strided.bytes and plain.reach > strided.reach
+
+
+# -- the layout of images --------------------------------------------------------------------------
+
+
+def images(*shape: int, last: bool = False) -> Tensor:
+    made = torch.empty(shape, dtype=torch.bfloat16)
+    return made.contiguous(memory_format=torch.channels_last) if last else made
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["plain", "channels last"])
+def test_images_that_have_channels_last_are_not_converted(last: bool) -> None:
+    image, kernel = images(8, 64, 16, 16, last=last), images(32, 64, 3, 3)
+    made = images(8, 32, 16, 16, last=last)
+    sizes = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    forward = work_of(aten.convolution.default, (image, kernel, None, *sizes), made)
+    args = (made, image, kernel, None, *sizes, [True, True, False])
+    backward = work_of(aten.convolution_backward.default, args, (image, kernel))
+    moved, weight = image.nbytes + made.nbytes, kernel.nbytes
+    assert forward.converted == 2 * (weight if last else moved + weight)
+    assert backward.converted == 2 * (weight if last else 2 * moved + weight)
+
+
+def test_a_gradient_in_another_layout_is_brought_into_that_of_the_images() -> None:
+    image, kernel = images(8, 64, 16, 16, last=True), images(32, 64, 1, 1)
+    gradient = images(8, 32, 16, 16)
+    args = (gradient, image, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3)
+    work = work_of(aten.convolution_backward.default, args, (image, kernel))
+    assert work.converted == 2 * gradient.nbytes
+
+
+def test_in_full_precision_nothing_is_said_of_conversions() -> None:
+    (work,) = works(lambda: torch.conv2d(torch.empty(2, 8, 8, 8), torch.empty(8, 8, 3, 3)))
+    assert work.converted == 0
+
+
+def test_batch_norm_is_faster_with_channels_last() -> None:
+    def reach(last: bool) -> list[float]:
+        x = images(8, 64, 16, 16, last=last).requires_grad_()
+        norm, gradient = torch.nn.BatchNorm2d(64), torch.empty_like(x)
+        found = works(lambda: torch.autograd.grad(norm(x), x, gradient))
+        return [work.reach for work in found if work.bytes > x.nbytes]
+
+    plain, last = reach(last=False), reach(last=True)
+    assert len(plain) == len(last) == 2
+    assert all(one < other for one, other in zip(plain, last, strict=True))
+
+
+def test_what_is_in_one_layout_is_read_as_fast_in_any() -> None:
+    plain, last = images(8, 64, 16, 16), images(8, 64, 16, 16, last=True)
+    found = works(lambda: (plain + plain, last + last, plain + last))
+    assert [work.reach for work in found] == [1.0, 1.0, found[2].reach]
+    assert found[2].reach < 1
+    (copy,) = works(lambda: plain.contiguous(memory_format=torch.channels_last))
+    assert copy.reach < 1

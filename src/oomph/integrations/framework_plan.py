@@ -48,6 +48,7 @@ _MODULE_LEVEL = (
     "cast_cache",
     "fp8",
     "attention_rows",
+    "channels_last",
     "allocator",
 )
 #: Samples that are looked at to find long ones.

@@ -353,6 +353,8 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
         left_out.append("matrix products in FP8")
     if choices.attention_rows:
         left_out.append("biases of attention in rows, which fused kernels take")
+    if choices.channels_last:
+        left_out.append("images with channels last; model.to(memory_format=torch.channels_last)")
     if not choices.cast_cache:
         left_out.append("autocast without its cache of weights")
     if choices.allocator:

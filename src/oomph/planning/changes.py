@@ -164,6 +164,7 @@ def _differences(after: Choices) -> list[_Difference]:
         ),
         _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
         _Difference(technique="attention's bias", field="attention_rows", fidelity=fused_kernels),
+        _Difference(technique="channels", field="channels_last"),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
     ]
@@ -198,6 +199,8 @@ def _say(technique: str, choices: Choices) -> str:
             return "FP8 inside blocks" if choices.fp8 else "as they are"
         case "attention's bias":
             return "in rows, for fused kernels" if choices.attention_rows else "as it is"
+        case "channels":
+            return "last" if choices.channels_last else "as they are"
         case "CUDA graph":
             return "over a micro-batch" if choices.cuda_graph else "no"
         case "optimizer state":

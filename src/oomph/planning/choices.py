@@ -72,6 +72,8 @@ class Choices:
     """Whether the linear layers of the blocks multiply in FP8."""
     attention_rows: bool = False
     """Whether attention gets its biases in rows without gaps, which fused kernels take."""
+    channels_last: bool = False
+    """Whether convolutions are given their images with channels last, as Tensor Cores want them."""
     cuda_graph: bool = False
     """Whether the kernels of a micro-batch are launched all at once."""
     allocator: str = ""

@@ -366,6 +366,7 @@ class Planner:
             compiled_others=self.found.others if compiled else (),
             fused_optimizer=self.found.can_fuse,
             attention_rows=self._may_fuse(precision) and self.found.attention_has_gaps,
+            channels_last=self._may_have_channels_last(precision),
         )
         base = self._base(plain, size)
         bases = [base]
@@ -430,6 +431,16 @@ class Planner:
         """Whether fused kernels are near enough to what they replace."""
         rounds = fusing_rounds(precision)
         return self.gpu is not None and (not rounds or self.allow.allows(Fidelity.ROUNDING))
+
+    def _may_have_channels_last(self, precision: str) -> bool:
+        """Where Tensor Cores convolve: their kernels for half precision have no other layout."""
+        capability = self.gpu.compute_capability if self.gpu is not None else None
+        return (
+            self.found.convolves_images
+            and capability is not None
+            and capability >= (7, 0)
+            and precision not in ("fp32", "tf32")
+        )
 
     def _may_multiply_in_fp8(self, plain: Choices) -> bool:
         """Only compiled blocks are faster for it."""

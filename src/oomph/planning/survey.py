@@ -23,6 +23,7 @@ from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import storage_key, tensors_in
 from oomph.techniques.attention_rows import gaps_noticed
+from oomph.techniques.channels_last import takes_images
 from oomph.techniques.chunked_loss import find_heads
 from oomph.techniques.fused_optimizer import can_fuse
 from oomph.techniques.low_bit_state import low_bit_state
@@ -31,6 +32,9 @@ from oomph.techniques.optimizer_in_backward import check_per_parameter
 from oomph.techniques.recompute import KINDS
 from oomph.timing.clock import Clock
 from oomph.timing.ops import work_of
+
+#: Images of so many channels were made by the model; those of a batch have fewer.
+MADE_CHANNELS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,8 @@ class Survey:
     """Whether a forward does, as dropout."""
     attention_has_gaps: bool
     """Whether attention is given biases that no fused kernel takes as they are."""
+    convolves_images: bool
+    """Whether convolutions over images feed one another, as they do in nets made of them."""
     whole_because: str
     """Why a batch must not be split; empty where it may."""
     left_alone: tuple[str, ...]
@@ -129,6 +135,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         steps_per_parameter=seen.steps_per_parameter,
         draws_random_numbers=seen.draws_random_numbers,
         attention_has_gaps=seen.attention_has_gaps,
+        convolves_images=seen.convolves_images,
         whole_because=seen.whole_because,
         left_alone=left_alone,
     )
@@ -147,6 +154,7 @@ class _Seen:
         self._model: nn.Module | None = None
         self.heads: dict[str, tuple[int, int]] = {}
         self.attention_has_gaps = False
+        self.convolves_images = False
         self.whole_because = ""
         self.hooked: set[str] = set()
         self._kinds: dict[str, tuple[Any, ...]] = {}
@@ -179,6 +187,7 @@ class _Seen:
         self.heads = {
             path: (head.out_features, head.in_features) for path, head in find_heads(model)
         }
+        self.convolves_images = _convolves_images(model)
         self.whole_because = why_whole(model)
         paths = ["", *(path for family in self.families for path in family.all_paths())]
         modules = {path: model.get_submodule(path) for path in paths}
@@ -308,6 +317,12 @@ def _has_own_hooks(block: nn.Module) -> bool:
         for inside in block.modules()
         if inside is not block
     )
+
+
+def _convolves_images(model: nn.Module) -> bool:
+    """Whether convolutions go over what it made, not only over a batch, to cut it into patches."""
+    channels = [one.in_channels for one in model.modules() if takes_images(one)]
+    return sum(number >= MADE_CHANNELS for number in channels) >= 2
 
 
 def _is_accepted(attempt: Callable[[], None]) -> bool:

@@ -41,6 +41,7 @@ from oomph.techniques.attention_rows import closes_gaps
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
 from oomph.techniques.recompute import KINDS, replace_forward
 from oomph.techniques.technique import Undo
+from oomph.timing.layouts import has_channels_last
 
 
 class _Meta(NamedTuple):
@@ -104,6 +105,8 @@ class _Cut:
     """The buffers of the result's tensors."""
     kept: tuple[str, ...]
     """The buffers that backward needs."""
+    gradients: tuple[tuple[int, ...] | None, ...]
+    """The strides of each gradient of an input that has channels last; others are packed."""
 
     @property
     def made(self) -> dict[str, _Meta]:
@@ -367,7 +370,14 @@ def _partition(traced: _Traced, how: str) -> _Cut:
         result=traced.result,
         names=results[:count],
         kept=results[count:],
+        gradients=tuple(map(_strides_of_images, [*backward.graph.nodes][-1].args[0])),
     )
+
+
+def _strides_of_images(node: Any) -> tuple[int, ...] | None:
+    """Those of a result that has channels last."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.stride() if isinstance(value, Tensor) and has_channels_last(value) else None
 
 
 #: Where a node of forward says which of a block's savable ops it is, and what any other says.
@@ -452,10 +462,11 @@ class _StandIn(torch.autograd.Function):
         del kept
         metas: dict[str, _Meta] = {}
         named: list[str] = []
-        for name, (wanted, shape, dtype) in zip(cut.backward.outputs, ctx.wants, strict=True):
+        outputs = zip(cut.backward.outputs, ctx.wants, cut.gradients, strict=True)
+        for name, (wanted, shape, dtype), stride in outputs:
             named.append(name if wanted else "")
             if wanted and name:
-                metas[name] = _Meta(shape, None, dtype, False)
+                metas[name] = _Meta(shape, stride, dtype, False)
         _play(cut.backward, buffers, metas, ctx.recorder)
         grads = [_shaped(buffers[name], metas[name]) if name else None for name in named]
         return (None, None, *grads)

@@ -32,6 +32,7 @@ from oomph.running.step import Stage
 from oomph.techniques.allocator_settings import set_allocator
 from oomph.techniques.attention_rows import close_gaps
 from oomph.techniques.autocast import make_scaler, use_tf32
+from oomph.techniques.channels_last import channels_last, takes_images
 from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.cold_weights import OnDisk
 from oomph.techniques.compiled_blocks import compile_block
@@ -163,6 +164,9 @@ class Applied:
                     do(multiply_in_fp8(linear))
             if choices.attention_rows:
                 do(close_gaps())
+            if choices.channels_last:
+                for convolution in filter(takes_images, model.modules()):
+                    do(channels_last(convolution))
             if choices.optimizer_on == "host":
                 do(self._place_weights(choices))
             self.stage.pieces = OptimizerPieces(optimizer, masters)

@@ -14,6 +14,8 @@ class Work:
     """What the operations are in: `bf16`, `fp16`, `fp32` …; empty where there are none."""
     bytes: int = 0
     """Read and written."""
+    converted: int = 0
+    """Read and written before and after it, to bring images into the layout it wants and back."""
     kind: str = "elementwise"
     """`product`, `attention`, `convolution` or `elementwise`; each reaches its own part of the
     card's rate."""

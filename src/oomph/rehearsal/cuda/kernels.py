@@ -26,6 +26,13 @@ from oomph.rehearsal.cuda.recurrent import (
 from oomph.rehearsal.cuda.reductions import reduction_scratch
 from oomph.rehearsal.kept_storage import run_with_kept_storage
 from oomph.rehearsal.rules import Burst
+from oomph.timing.layouts import (
+    converted_weight,
+    has_channels_last,
+    is_converted,
+    per_group,
+    weight_parts,
+)
 from oomph.units import KIB, MIB
 
 aten = torch.ops.aten
@@ -126,6 +133,16 @@ def _cudnn_batch_norm_backward(
     return torch.empty_like(input), torch.empty_like(weight), torch.empty_like(weight)
 
 
+def _native_group_norm(images: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    out, *statistics = aten.native_group_norm(images, *args)
+    return out.new_empty(out.shape), *statistics
+
+
+def _native_group_norm_backward(grad: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    of_images, *others = aten.native_group_norm_backward(grad, *args)
+    return None if of_images is None else of_images.new_empty(of_images.shape), *others
+
+
 def _grouped_mm(
     one: Tensor,
     other: Tensor,
@@ -156,6 +173,9 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn_flatten_weight.default: flatten_weights,
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+    # CUDA has no kernel for channels last, and its results have not, either.
+    aten.native_group_norm.default: _native_group_norm,
+    aten.native_group_norm_backward.default: _native_group_norm_backward,
     # The fake kernel takes bf16 only; CUDA other types, too.
     aten._grouped_mm.default: _grouped_mm,
     # The CPU counts floats only, CUDA integers, too.
@@ -313,33 +333,43 @@ def _roll(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     return [Burst(_bytes(out))] * (len(args[1]) - 1)
 
 
-def _channels_last(tensor: Tensor) -> bool:
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return form is not None and tensor.is_contiguous(memory_format=form)
-
-
 def _convolution(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     tensor, weight, stride, groups = args[0], args[1], args[3], args[8]
-    return [Burst(_converted(tensor, weight, out, stride, groups), doubtful=True)]
+    copies = _copied_weight(tensor, weight)
+    return [Burst(*copies, _converted(tensor, weight, out, stride, groups), doubtful=True)]
 
 
 def _convolution_backward(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     grad, tensor, weight, stride, groups, mask = (args[i] for i in (0, 1, 2, 4, 9, 10))
-    # The gradient is brought into a layout that cuDNN takes first.
-    copies = [] if grad.is_contiguous() or _channels_last(grad) else [_bytes(grad)]
+    copies = [] if _is_laid_out_as(tensor, grad) else [_bytes(grad)]
     converted = _converted(tensor, weight, grad, stride, groups, pad=True)
     bursts = []
     if mask[0]:
-        bursts.append(Burst(*copies, converted, doubtful=True, after=1))
+        needed = [*copies, *_copied_weight(tensor, weight), converted]
+        bursts.append(Burst(*needed, doubtful=True, after=1))
     if mask[1]:
-        needed = converted
-        if groups == 1 and not _channels_last(tensor):
-            needed = _weight_gradient(tensor, weight, grad, converted)
-        bursts.append(Burst(*copies, needed, doubtful=True, after=1 + mask[0]))
+        parts = _weight_gradient(tensor, weight, grad, converted) if groups == 1 else converted
+        bursts.append(Burst(*copies, parts, doubtful=True, after=1 + mask[0]))
     if mask[2]:
         others = [dim for dim in range(grad.dim()) if dim != 1]
         bursts.append(Burst(*copies, *rules.reduction(grad, others)))
     return bursts
+
+
+def _copied_weight(images: Tensor, weight: Tensor) -> list[int]:
+    """ATen gives the weight the layout of the images first."""
+    copies = has_channels_last(images) and not weight.is_contiguous(memory_format=_last(weight))
+    return [_bytes(weight)] if copies else []
+
+
+def _is_laid_out_as(images: Tensor, gradient: Tensor) -> bool:
+    """Whether the gradient lies in memory as the images do, or is brought there first."""
+    form = _last(images) if has_channels_last(images) else torch.contiguous_format
+    return gradient.is_contiguous(memory_format=form)
+
+
+def _last(tensor: Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
 
 
 def _weight_gradient(tensor: Tensor, weight: Tensor, grad: Tensor, converted: int) -> int:
@@ -347,12 +377,10 @@ def _weight_gradient(tensor: Tensor, weight: Tensor, grad: Tensor, converted: in
 
     A plain matrix product makes one part per sample, unless converting the images takes less.
     """
-    whole = weight.numel() * 4
-    room = 2 * MIB if tensor.element_size() == 2 else 8 * MIB
-    parts = min(room // whole, 14) * whole
-    if converted:
+    parts = weight_parts(tensor, weight)
+    if converted or has_channels_last(tensor):
         return converted + parts
-    return min(tensor.shape[0] * whole, _bytes(tensor) + _bytes(grad) + parts)
+    return min(tensor.shape[0] * weight.numel() * 4, _bytes(tensor) + _bytes(grad) + parts)
 
 
 def _converted(
@@ -369,20 +397,13 @@ def _converted(
     Its kernels for fp16 and bf16, and those that compute weight gradients, want channels in groups
     of 16 bytes, too: `pad`.
     """
-    if _channels_last(tensor) or groups > 1:
-        return _bytes(weight) if groups == 1 else 0
-    if tensor.shape[1] == 1:
-        return 0  # one channel is first and last
-    per_group = 16 // tensor.element_size()
-    pointwise = all(size == 1 for size in weight.shape[2:])
-    large = math.prod(tensor.shape[2:]) > 64
-    aligned = all(side % per_group == 0 for side in weight.shape[:2])
-    if pointwise and large and aligned and all(step == 1 for step in stride):
-        return 0  # a plain matrix product
-    total = 0 if pointwise else _bytes(weight)
+    if not is_converted(tensor, weight, stride, groups):
+        return 0
+    width = per_group(tensor)
+    total = converted_weight(weight)
     for image in (tensor, out):
         channels = image.shape[1]
-        padded = _up(channels, per_group) * per_group if pad or per_group == 8 else channels
+        padded = _up(channels, width) * width if pad or width == 8 else channels
         total += _bytes(image) // channels * padded
     return total + 16
 
@@ -401,14 +422,48 @@ def _rnn_backward_scratch(rules: CudaKernels, args: Arguments, out: Any) -> list
     return [Burst(*copies, workspace, doubtful=True)]
 
 
+def _batch_norm(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
+    training = args[5]
+    return [Burst(*_sums_in_parts(args[0], 4))] if training and has_channels_last(args[0]) else []
+
+
+def _batch_norm_backward(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
+    grad, images, training = args[0], args[1], args[7]
+    if not (training and has_channels_last(images) and has_channels_last(grad)):
+        return []
+    sums = 2 * [images.shape[1] * 4]
+    return [Burst(*sums, *_sums_in_parts(images, 2))]
+
+
+def _sums_in_parts(images: Tensor, numbers: int) -> list[int]:
+    """With channels last, so many numbers of each channel are summed up by groups of pixels."""
+    channels = images.shape[1]
+    pixels = images.numel() // channels
+    across = min(_floor_power(channels), 32)
+    down = min(_floor_power(_up(pixels, 16)), 512 // across)
+    if across * down != 512:
+        across = min(_floor_power(channels), 512 // down)
+    groups = min(_up(pixels, 16 * down), 128)
+    if groups < 8:  # then one group has them all
+        return []
+    return [numbers * channels * groups * 4, _up(channels, across) * 4]
+
+
+def _floor_power(number: int) -> int:
+    """The largest power of two that is not larger."""
+    return 1 << (number.bit_length() - 1)
+
+
 def _group_norm(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     batch, channels = args[3], args[4]
-    return [Burst(*[batch * channels * 4] * 2)]
+    copies = [] if args[0].is_contiguous() else [_bytes(args[0])]
+    return [Burst(*copies, *[batch * channels * 4] * 2)]
 
 
 def _group_norm_backward(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     batch, channels = args[5], args[6]
-    return [Burst(*[batch * channels * 4] * 3)]
+    copies = [_bytes(images) for images in args[:2] if not images.is_contiguous()]
+    return [Burst(*copies, *[batch * channels * 4] * 3)]
 
 
 _SCRATCH: dict[Any, Formula] = {
@@ -436,6 +491,8 @@ _SCRATCH: dict[Any, Formula] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.roll.default: _roll,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten._cudnn_rnn.default: _rnn_forward_scratch,
