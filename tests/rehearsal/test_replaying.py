@@ -1,4 +1,4 @@
-"""What a replay says of the allocator's cleaning up: how often in all, and how often in a step."""
+"""What a replay says of the allocator: how often it cleans up, and what later steps reserve."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from oomph.rehearsal.allocator import AllocatorSettings
-from oomph.rehearsal.replaying import replay_within
-from oomph.rehearsal.timeline import END_OF_STEP, Block, Mark, Timeline
+from oomph.rehearsal.replaying import LATER_STEPS, replay, replay_within
+from oomph.rehearsal.timeline import END_OF_STEP, Block, Mark, Span, Timeline
 
 MIB = 1 << 20
 
@@ -43,3 +43,60 @@ def test_cleaning_up_is_counted_in_all_and_in_the_last_step(
 
 def test_what_does_not_fit_is_not_replayed_to_its_end() -> None:
     assert replay_within(steps([30, 40]), AllocatorSettings(), 35 * MIB) is None
+
+
+#: Blocks of a step: MiB, and the moments in which each is made and freed.
+STEP = [(500, 0, 4), (700, 1, 8), (1000, 5, 6)]
+#: What the first step leaves for good, as an optimizer its state.
+STATE = [100, 500]
+
+
+def training(count: int) -> Timeline:
+    """So many steps alike; the first one makes the state."""
+    timeline = Timeline()
+    for at in range(count):
+        start = timeline.events
+        timeline.blocks += [
+            Block(size=size * MIB, birth=start + birth, death=start + death)
+            for size, birth, death in STEP
+        ]
+        timeline.events += 1 + max(death for *_, death in STEP)
+        for size in STATE if at == 0 else ():
+            timeline.blocks.append(Block(size=size * MIB, birth=timeline.events))
+            timeline.events += 1
+        timeline.marks.append(Mark(END_OF_STEP, timeline.events, 0.0, 0))
+    timeline.spans.append(Span("step", 0, timeline.events))
+    return timeline
+
+
+def with_later_steps(timeline: Timeline) -> Timeline:
+    timeline.spans.append(Span(LATER_STEPS, timeline.events, timeline.events))
+    return timeline
+
+
+def test_a_later_step_may_reserve_what_two_did_not() -> None:
+    phases = replay(with_later_steps(training(2)), AllocatorSettings()).phases
+    assert phases[LATER_STEPS].allocated == phases["step"].allocated
+    assert phases[LATER_STEPS].reserved > phases["step"].reserved
+    three = replay(training(3), AllocatorSettings()).phases["step"]
+    assert phases[LATER_STEPS].reserved == three.reserved
+
+
+def test_what_a_step_leaves_goes_when_the_next_ones_comes() -> None:
+    timeline = training(2)
+    loss = Block(size=2000 * MIB, birth=timeline.events - 1)
+    timeline.blocks.append(loss)
+    timeline.events += 1
+    timeline.marks[-1] = Mark(END_OF_STEP, timeline.events, 0.0, 0)
+    with_later_steps(timeline)
+    loss.death = timeline.events  # in a phase that follows
+    timeline.events += 1
+    phases = replay(timeline, AllocatorSettings()).phases
+    assert phases[LATER_STEPS].allocated == (sum(STATE) + 2 * 2000) * MIB
+
+
+def test_cleaning_up_in_later_steps_is_what_counts() -> None:
+    timeline = with_later_steps(steps([30, 40], [30, 40], [30, 45]))
+    within = replay_within(timeline, AllocatorSettings(), 60 * MIB)
+    assert within is not None
+    assert (within.retries, within.step_retries) == (2, 0)

@@ -86,28 +86,29 @@ def replay(
 
     step = _Step(timeline)
 
-    def close_spans(event: float) -> None:
-        while spans and event >= spans[0].stop:
-            if spans[0].name == LATER_STEPS:
-                step.repeat(allocator, handles, doubtful)
-            close_span()
-
-    for event, block, is_birth in timeline.stream_of_events():
-        close_spans(event)
-        while emptied and event >= emptied[0]:
-            emptied.pop(0)
-            allocator.empty_cache()
+    def come_to(event: float) -> None:
         while steps and event >= steps[0]:
             steps.pop(0)
             ends.append(allocator.stats.retries)
+        while spans and event >= spans[0].stop:
+            if spans[0].name == LATER_STEPS:
+                ends.append(allocator.stats.retries)
+                step.repeat(allocator, handles, doubtful)
+                ends.append(allocator.stats.retries)
+            close_span()
+
+    for event, block, is_birth in timeline.stream_of_events():
+        come_to(event)
+        while emptied and event >= emptied[0]:
+            emptied.pop(0)
+            allocator.empty_cache()
         if is_birth:
             handles[id(block)] = allocator.malloc(_size(block, doubtful), block.stream)
         else:
             allocator.free(handles.pop(id(block)))
         if allocator.allocated > highest:
             highest, at = allocator.allocated, event
-    close_spans(math.inf)
-    ends += [allocator.stats.retries] * len(steps)
+    come_to(math.inf)
     before, after = [0, 0, *ends][-2:]
     return Replay(phases=phases, retries=allocator.stats.retries, step_retries=after - before)
 
