@@ -84,7 +84,7 @@ def test_a_later_step_may_reserve_what_two_did_not() -> None:
 
 def test_what_a_step_leaves_goes_when_the_next_ones_comes() -> None:
     timeline = training(2)
-    loss = Block(size=2000 * MIB, birth=timeline.events - 1)
+    loss = Block(size=2000 * MIB, birth=timeline.events)
     timeline.blocks.append(loss)
     timeline.events += 1
     timeline.marks[-1] = Mark(END_OF_STEP, timeline.events, 0.0, 0)
