@@ -31,37 +31,31 @@ QUICK = [
 ]
 #: Those whose reserved memory left the interval, all inside their budgets.
 OUTSIDE = {
-    "llama-3.2-1b/4x2048/bf16-mixed/adamw-fused/90%",
-    "tinyllama-1.1b/4x2048/bf16-mixed/adamw/40%",
-    "qwen2.5-0.5b/4x2048/bf16-mixed/adamw-fused/90%",
-    "qwen2.5-0.5b/4x2048/bf16-mixed/adamw-fused/60%",
-    "gpt2-large/8x1024/bf16-mixed/adamw-fused/40%",
-    "pythia-1b/4x2048/bf16-mixed/adamw/90%",
-    "opt-1.3b/8x1024/bf16-mixed/sgd-momentum/90%",
-    "opt-1.3b/8x1024/bf16-mixed/sgd-momentum/60%",
     "smollm2-360m/8x2048/bf16-mixed/adamw-fused/90%",
     "smollm2-360m/8x2048/bf16-mixed/adamw-fused/60%",
-    "deberta-v3-base/16x512/bf16-mixed/adamw/90%",
-    "deberta-v3-base/16x512/bf16-mixed/adamw/40%",
     "wav2vec2-base/16x48000/bf16-mixed/adamw-fused/60%",
+    "olmoe-1b-7b/4x1024/bf16/sgd/40%",
+    "deberta-v3-base/16x512/bf16-mixed/adamw/40%",
 }
 #: Quick to rehearse. Kernels were profiled with other models than the first four; but what products
 #: sustain was set with the first one, and with a look at all pairs. bert-large steps inside
-#: backward, which showed what the copies before it take of the host.
+#: backward, which showed what the copies before it take of the host; its plan with more memory was
+#: slower in this run than its kernels, and qwen2.5-0.5b's with less, see docs/benchmarks.md.
 TIMED = [
     "llama-3.2-1b/4x2048/bf16-mixed/adamw-fused/90%",
     "tinyllama-1.1b/4x2048/bf16-mixed/adamw/90%",
     "smollm2-360m/8x2048/bf16-mixed/adamw-fused/90%",
-    "qwen2.5-0.5b/4x2048/bf16-mixed/adamw-fused/60%",
-    "bert-large/32x512/bf16-mixed/adamw/90%",
+    "qwen2.5-0.5b/4x2048/bf16-mixed/adamw-fused/90%",
+    "bert-large/32x512/bf16-mixed/adamw/40%",
+    "resnet-50/128x224/fp32/sgd-momentum/90%",
     "dinov2-large/64x224/bf16-mixed/adamw/60%",
     "wav2vec2-base/16x48000/bf16-mixed/adamw-fused/90%",
 ]
 
 
 def test_more_than_sixty_ran_and_none_ran_out_of_memory() -> None:
-    assert len(PAIRS) == 62
-    # Those of one model took longer to compile than they were given; others had no turn.
+    assert len(PAIRS) == 72
+    # Those of one model took longer to compile than they were given.
     late = {name for name, pair in PLANNED.items() if pair["status"] == TIMED_OUT}
     assert {name.split("/")[0] for name in late} == {"swin-base"}
     assert len(late) + len(PAIRS) == len(PLANNED)

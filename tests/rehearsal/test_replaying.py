@@ -82,17 +82,38 @@ def test_a_later_step_may_reserve_what_two_did_not() -> None:
     assert phases[LATER_STEPS].reserved == three.reserved
 
 
-def test_what_a_step_leaves_goes_when_the_next_ones_comes() -> None:
-    timeline = training(2)
-    loss = Block(size=2000 * MIB, birth=timeline.events)
-    timeline.blocks.append(loss)
-    timeline.events += 1
-    timeline.marks[-1] = Mark(END_OF_STEP, timeline.events, 0.0, 0)
+#: A block that a step leaves to the next one, which lets it go: MiB.
+LEFT = 2000
+
+
+def leaving(*finds: bool) -> Timeline:
+    """Two steps that leave a block behind; whether each finds one, and lets it go at its start."""
+    timeline, found = training(1), None
+    for at, letting_go in enumerate(finds):
+        if letting_go and found is not None:
+            found.death = timeline.events
+        start = timeline.events + 1
+        timeline.blocks.append(Block(size=500 * MIB, birth=start, death=start + 1))
+        found = Block(size=LEFT * MIB, birth=start + 2)
+        timeline.blocks.append(found)
+        timeline.events = start + 3
+        timeline.marks.append(Mark(END_OF_STEP, timeline.events, 0.0, 0))
+        assert at < 2
+    assert found is not None
     with_later_steps(timeline)
-    loss.death = timeline.events  # in a phase that follows
+    found.death = timeline.events  # in a phase that follows
     timeline.events += 1
-    phases = replay(timeline, AllocatorSettings()).phases
-    assert phases[LATER_STEPS].allocated == (sum(STATE) + 2 * 2000) * MIB
+    return timeline
+
+
+def test_what_a_step_leaves_goes_as_it_let_go_what_it_found() -> None:
+    phases = replay(leaving(False, True), AllocatorSettings()).phases
+    assert phases[LATER_STEPS].allocated == (sum(STATE) + LEFT) * MIB
+
+
+def test_a_step_that_leaves_more_than_it_found_is_not_repeated() -> None:
+    phases = replay(leaving(False, False), AllocatorSettings()).phases
+    assert phases[LATER_STEPS].allocated == (sum(STATE) + 2 * LEFT) * MIB  # as they were left
 
 
 def test_cleaning_up_in_later_steps_is_what_counts() -> None:

@@ -39,7 +39,9 @@ def estimate(
     solve: SolveOption = None,
     phase: Annotated[
         list[str] | None,
-        typer.Option(help="build, first-step, step, eval or save. Repeatable; default: all."),
+        typer.Option(
+            help="build, first-step, step, later-steps, eval or save. Repeatable; default: all."
+        ),
     ] = None,
     allocator: Annotated[
         str,

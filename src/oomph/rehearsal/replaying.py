@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from oomph.rehearsal.allocator import Allocator, AllocatorSettings, OutOfMemory
 from oomph.rehearsal.allocator.replay import GRAPH_POOL
 from oomph.rehearsal.timeline import END_OF_STEP, Block, Timeline
 
+#: Bytes that a step may leave beside what it found, for the next one to be like it.
+SETTLED = 1 << 20
 #: Steps that follow those that are rehearsed. One of them shows what all of them need: one or two
 #: more changed nothing in 16 plans without a graph.
 LATER_STEPS = "later steps"
@@ -133,23 +136,42 @@ class _Step:
             # What is captured is captured once.
             if start <= event < stop and block.stream < GRAPH_POOL
         ]
-        born = {id(block) for block, is_birth in self._events if is_birth}
-        died = {id(block) for block, is_birth in self._events if not is_birth}
-        self._lasts = born - died
+        born = {id(block): block for block, is_birth in self._events if is_birth}
+        died = {id(block): block for block, is_birth in self._events if not is_birth}
+        #: What it leaves: by size, since what it found left by the step before goes like that.
+        self._left = [key for key in born if key not in died]
+        left = defaultdict(list)
+        for key in reversed(self._left):
+            left[_like(born[key])].append(key)
+        #: By what it found and let go: what it leaves instead.
+        self._goes = {
+            key: left[_like(block)].pop()
+            for key, block in died.items()
+            if key not in born and left[_like(block)]
+        }
+        if sum(size * len(keys) for (size, _), keys in left.items()) > SETTLED:
+            # The next one finds more than this one did, and does something else.
+            self._events, self._left = [], []
 
     def repeat(self, allocator: Allocator, handles: dict[int, int], doubtful: float) -> None:
-        """Make the step once more; what it left, as its loss, goes when the next one's comes."""
+        """Make the step once more; what is left goes as the step before let it go, if it did."""
         mine: dict[int, int] = {}
+        left = {key: handles[key] for key in self._left}
         for block, is_birth in self._events:
             key = id(block)
-            if not is_birth:
-                if key in mine:  # else the step before made it
-                    allocator.free(mine.pop(key))
-                continue
-            mine[key] = allocator.malloc(_size(block, doubtful), block.stream)
-            if key in self._lasts:
-                allocator.free(handles[key])
-                handles[key] = mine.pop(key)
+            if is_birth:
+                mine[key] = allocator.malloc(_size(block, doubtful), block.stream)
+            elif key in mine:
+                allocator.free(mine.pop(key))
+            elif (other := self._goes.get(key)) in left:
+                allocator.free(left.pop(other))
+        for handle in left.values():
+            allocator.free(handle)
+        handles.update(mine)
+
+
+def _like(block: Block) -> tuple[int, int]:
+    return block.size, block.stream
 
 
 def replay_within(

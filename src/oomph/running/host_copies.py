@@ -111,20 +111,29 @@ class HostCopies:
     def _batches(
         self, groups: Sequence[Sequence[Tensor]], still: Collection[int]
     ) -> Iterator[_Batch]:
-        together: _Batch = []
+        """What is small comes first: kernels between copies would hold these up.
+
+        Each waits until the kernels that run let it in, and the copies behind it wait as long.
+        """
+        small: _Batch = []
+        large: list[_Batch] = [[]]
         room = _TOGETHER
         for group in groups:
             for tensor in group:
                 copy = self._copies[id(tensor)]
-                if copy.version != tensor._version or id(tensor) not in still:
-                    # What was not copied must not count as such.
-                    copy.version, copy.ready = -1, None
-                    together.append(copy)
+                if copy.version == tensor._version and id(tensor) in still:
+                    continue
+                # What was not copied must not count as such.
+                copy.version, copy.ready = -1, None
+                if copy.there is not None:
+                    small.append(copy)
+                else:
+                    large[-1].append(copy)
                     room -= tensor.nbytes
             if room <= 0:
-                yield together
-                together, room = [], _TOGETHER
-        yield together
+                large.append([])
+                room = _TOGETHER
+        yield from (batch for batch in (small, *large) if batch)
 
     def _begin_more(self) -> None:
         """Begin what the queue has places for."""
@@ -171,7 +180,8 @@ class HostCopies:
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            # Its kernels are small, and copies wait behind them.
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
         return self._streams[device]
 
 
