@@ -162,6 +162,13 @@ class Choices:
         return self.optimizer_on != "gpu" or bool(self.offloaded)
 
     @property
+    def waits_on_disk(self) -> bool:
+        """Whether anything waits on the disk."""
+        weights = bool(self.weights_away) and self.weights_away_on == "disk"
+        saved = bool(self.offloaded) and self.offloaded_to == "disk"
+        return self.disk_share > 0 or weights or saved
+
+    @property
     def lasting(self) -> Choices:
         """The part that a run keeps for as long as it goes on: what its numbers are made of."""
         return dataclasses.replace(

@@ -725,6 +725,12 @@ class Planner:
             self._leaving = False
             stays = self._check_until_one_fits()
             self._leaving = True
+        if stays is None and leaves is not None and leaves[1].choices.waits_on_disk:
+            # As slow as a disk is, the leanest that stays on the GPU may be faster.
+            self._leaving = False
+            lean = self._check_leanest()
+            self._leaving = True
+            stays = (lean[1].seconds, *lean) if lean[0].fits else None
         if stays is not None and self._counts(leaves) > stays[0]:
             return self._checker.confirmed(stays[2])
         if leaves is None or not is_refined:
