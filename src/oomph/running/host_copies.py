@@ -189,16 +189,21 @@ def _copy_to_host(copies: Sequence[_Copy], tensors: Sequence[Tensor]) -> int:
     """Queue these on the current stream; returns how many places of its queue that takes."""
     large: list[tuple[Tensor, Tensor]] = []
     small: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    #: By memory that is freed as one: PyTorch knows what copies write to, but not what kernels do;
+    #: so that it is not freed too early, something in it is copied behind them.
+    last: dict[int, tuple[Tensor, Tensor]] = {}
     for copy, tensor in zip(copies, tensors, strict=True):
         if copy.there is None:
             large.append((copy.value, tensor))
         else:  # one kernel takes but one type
             small.setdefault(tensor.dtype, []).append((copy.there, tensor))
-    for pairs in (large, *small.values()):
+            last[copy.value.untyped_storage().data_ptr()] = copy.value, tensor
+    calls = [*small.values(), large + list(last.values())]
+    for pairs in calls:
         if pairs:
             targets, sources = zip(*pairs, strict=True)
             torch._foreach_copy_(targets, sources, non_blocking=True)
-    return len(large) + len(small)
+    return len(small) + len(calls[-1])
 
 
 def _where(pair: tuple[_Copy, Tensor]) -> str:
