@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from oomph.rehearsal.allocator import Allocator, AllocatorSettings, OutOfMemory
@@ -87,7 +87,7 @@ def replay(
         allocator.reset_peaks()
         highest = 0
 
-    step = _Step(timeline)
+    events = list(timeline.stream_of_events())
 
     def come_to(event: float) -> None:
         while steps and event >= steps[0]:
@@ -96,11 +96,11 @@ def replay(
         while spans and event >= spans[0].stop:
             if spans[0].name == LATER_STEPS:
                 ends.append(allocator.stats.retries)
-                step.repeat(allocator, handles, doubtful)
+                _Step(timeline, events).repeat(allocator, handles, doubtful)
                 ends.append(allocator.stats.retries)
             close_span()
 
-    for event, block, is_birth in timeline.stream_of_events():
+    for event, block, is_birth in events:
         come_to(event)
         while emptied and event >= emptied[0]:
             emptied.pop(0)
@@ -127,12 +127,12 @@ class _Step:
     steps did not need. From then on a step finds what it needs, as a rule.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, events: Sequence[tuple[int, Block, bool]]) -> None:
         ends = [mark.event for mark in timeline.marks if mark.name == END_OF_STEP]
         start, stop = [0, 0, *ends][-2:]
         self._events = [
             (block, is_birth)
-            for event, block, is_birth in timeline.stream_of_events()
+            for event, block, is_birth in events
             # What is captured is captured once.
             if start <= event < stop and block.stream < GRAPH_POOL
         ]
