@@ -182,28 +182,17 @@ def _built(build: Callable[[float], nn.Module], dropout: float, dtype: torch.dty
     return model
 
 
+PLAIN = Case(
+    build=Plain,
+    blocks=("blocks.0", "blocks.1"),
+    head="head",
+    optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+    loss=plain_loss,
+)
 CASES = {
-    "plain": Case(
-        build=Plain,
-        blocks=("blocks.0", "blocks.1"),
-        head="head",
-        optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
-        loss=plain_loss,
-    ),
-    "images": Case(
-        build=Images,
-        blocks=("blocks.0", "blocks.1"),
-        head="head",
-        optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
-        loss=plain_loss,
-    ),
-    "biased": Case(
-        build=Biased,
-        blocks=("blocks.0", "blocks.1"),
-        head="head",
-        optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
-        loss=plain_loss,
-    ),
+    "plain": PLAIN,
+    "images": dataclasses.replace(PLAIN, build=Images),
+    "biased": dataclasses.replace(PLAIN, build=Biased),
     "gpt2": Case(
         build=gpt2,
         blocks=("transformer.h.0", "transformer.h.1"),
