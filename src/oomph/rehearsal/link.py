@@ -15,6 +15,7 @@ from torch import Tensor
 from oomph.gpus import GPU
 from oomph.gpus.profile import load_profile
 from oomph.host.link import Copy, HostWork, Pairs
+from oomph.rehearsal.host_memory import Cores, CoreWork, Lane
 from oomph.rehearsal.recorder import Recorder, Side
 
 #: The part of the data sheet's rate that both directions reach at once, measured on an H200.
@@ -25,11 +26,6 @@ REACHED = 0.79
 HOST_ADAM = 3.7e9
 #: What such an update reads and writes of a parameter: four numbers in, three out.
 HOST_ADAM_BYTES = 28
-#: The part of its speed, in bytes, that the host keeps in a step, where copies read and write its
-#: memory and kernels are launched. Beside an H200, with a model of 3 B parameters in bf16, it was
-#: 0.44 with a quarter of the parameters and 0.51 with two fifths; on another of these machines a
-#: step took as long as if it were 0.27. Who shares the host is not known: a low one is counted on.
-HOST_IN_A_STEP = 0.3
 #: The time of the host that a copy takes, with the events and the Python around it, in launches of
 #: a kernel: measured beside an H200 with models of many small parameters. Others that go with it
 #: take one each.
@@ -65,10 +61,10 @@ class RehearsedLink:
     def __init__(self, recorder: Recorder, gpu: GPU) -> None:
         self._recorder = recorder
         rates = LinkRates.of(gpu)
-        self._out, self._in = _Lane(rates.out), _Lane(rates.back)
+        self._out, self._in = Lane(rates.out), Lane(rates.back)
         profile = load_profile(gpu.name)
         host_adam = (profile.host_adam if profile else None) or HOST_ADAM
-        self._host = _Lane(HOST_IN_A_STEP * HOST_ADAM_BYTES * host_adam)
+        self._cores = Cores(HOST_ADAM_BYTES * host_adam, (self._out, self._in))
         self.disk_free = 0.0
         """When the disk behind the link is done with all that it was given so far."""
 
@@ -102,7 +98,8 @@ class RehearsedLink:
         if not only_numbers:
             with self._recorder.placing(Side.HOST):
                 work()
-        return RehearsedCopy(self._recorder, self._end(self._host, nbytes, after))
+        given = self._cores.give(nbytes, self._earliest(after))
+        return RehearsedWork(self._recorder, self._cores, given)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Fake memory on the host's side, counted."""
@@ -113,28 +110,18 @@ class RehearsedLink:
     def close(self) -> None:
         """Nothing is under way."""
 
-    def _copy(self, lane: _Lane, pairs: Pairs, after: Sequence[Copy]) -> Copy:
+    def _copy(self, lane: Lane, pairs: Pairs, after: Sequence[Copy]) -> Copy:
         self._recorder.launches += COPY_LAUNCHES - 1 + len(pairs)
-        end = self._end(lane, _nbytes(pairs), after)
+        end = lane.carry(_nbytes(pairs), self._earliest(after))
         return RehearsedCopy(self._recorder, end, pairs)
 
-    def _end(self, lane: _Lane, nbytes: int, after: Sequence[Copy]) -> float:
-        earlier = [copy.end for copy in after if isinstance(copy, RehearsedCopy)]
-        begin = max(self._recorder.seconds, lane.free, *earlier, 0.0)
-        lane.free = begin + nbytes / lane.rate
-        return lane.free
+    def _earliest(self, after: Sequence[Copy]) -> float:
+        earlier = [one.end for one in after if isinstance(one, (RehearsedCopy, RehearsedWork))]
+        return max(self._recorder.seconds, *earlier, 0.0)
 
 
 def _nbytes(pairs: Pairs) -> int:
     return sum(source.nbytes for source, _ in pairs)
-
-
-class _Lane:
-    """A direction, or the host: bytes per second, and when the last of them are done."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.free = 0.0
 
 
 class RehearsedCopy:
@@ -147,9 +134,30 @@ class RehearsedCopy:
 
     def wait(self) -> None:
         """The kernels that follow begin no sooner."""
-        if self._recorder.clock is not None and self._recorder.waits_for_copies:
-            self._recorder.seconds = max(self._recorder.seconds, self.end)
+        _wait_until(self._recorder, self.end)
         self._held = ()
+
+    def finish(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+class RehearsedWork:
+    """Work of the host's cores; see `oomph.host.link.HostWork`."""
+
+    def __init__(self, recorder: Recorder, cores: Cores, work: CoreWork) -> None:
+        self._recorder = recorder
+        self._cores = cores
+        self._work = work
+
+    @property
+    def end(self) -> float:
+        """When it is done, by what is known now."""
+        return self._cores.end_of(self._work, self._recorder.seconds)
+
+    def wait(self) -> None:
+        """The kernels that follow begin no sooner."""
+        _wait_until(self._recorder, self.end)
 
     def finish(self) -> None:
         """As `wait`."""
@@ -158,3 +166,8 @@ class RehearsedCopy:
     def is_done(self) -> bool:
         """Whether the clock is past its end."""
         return self._recorder.seconds >= self.end
+
+
+def _wait_until(recorder: Recorder, moment: float) -> None:
+    if recorder.clock is not None and recorder.waits_for_copies:
+        recorder.seconds = max(recorder.seconds, moment)
