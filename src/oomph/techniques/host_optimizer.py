@@ -13,7 +13,8 @@ streamed. What has room on the GPU stays there (`gpu_share`), and nothing waits 
 When a parameter is stepped depends on the job. Without clipping and without a GradScaler a bucket
 is stepped inside backward, as soon as its gradients are complete. With either, all gradients must
 be known first: then `step` only begins the step, and each part of the model waits for its own
-parameters when the next forward reaches it. Gradients for which there is no room leave meanwhile.
+parameters when the next forward reaches it. Gradients for which there is no room leave meanwhile,
+for the host or for the disk (`gradients_to_disk`).
 
 How it is called, in each step:
 
@@ -57,6 +58,7 @@ from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy, Link
 from oomph.host.slots import OpenSlots
 from oomph.job import repeated_blocks
+from oomph.techniques.disk_gradients import DiskGradients, open_disk_gradients
 from oomph.techniques.disk_state import DiskState, choose_for_disk, open_disk_state
 from oomph.techniques.first_use import FirstUse
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
@@ -115,6 +117,8 @@ class HostPlacement:
     """The part of all elements whose state, and masters, stay on the GPU: the optimizer's first."""
     keep_gradients: int | None = None
     """Bytes of gradients that may wait on the GPU, those that forward needs first; None is all."""
+    gradients_to_disk: bool = False
+    """Whether the others wait on the disk, but for those that the host's cores step."""
     bucket: int = 64 << 20
     """Bytes of weights, or of their masters, that are stepped together."""
     ahead: int = 2
@@ -208,6 +212,7 @@ class HostOptimizer:
         self._sent_coefficient: tuple[Tensor, Copy] | None = None
         self._coefficient_room: Tensor | None = None
         try:
+            self._gradients.disk = _open_disk_gradients(disk, self._trained, placement)
             self._leave_gpu()
             self._add_hooks()
         except BaseException:
@@ -411,6 +416,9 @@ class HostOptimizer:
             bucket=placement.bucket,
             may_cut=is_elementwise(self._optimizer),
         )
+        if self._gradients.disk is not None:
+            leaving = order.leaving - order.host_stepped
+            self._gradients.disk.reserve(one for one in self._trained if one in leaving)
         for trained in self._trained:
             if trained in order.host_stepped:
                 self._host.make_room(trained)
@@ -917,6 +925,16 @@ def _open_disk(
         bucket=placement.bucket,
         ahead=placement.ahead,
     )
+
+
+def _open_disk_gradients(
+    open_slots: OpenSlots | None, trained: Sequence[Trained], placement: HostPlacement
+) -> DiskGradients | None:
+    """Room on the disk for gradients that leave."""
+    if not placement.gradients_to_disk or placement.keep_gradients is None:
+        return None
+    assert open_slots is not None, "there is no disk to put gradients on"
+    return open_disk_gradients(open_slots, trained, bucket=placement.bucket, ahead=placement.ahead)
 
 
 def _made_states(optimizer: torch.optim.Optimizer) -> Callable[[int, torch.dtype], State]:

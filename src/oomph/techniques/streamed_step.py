@@ -6,6 +6,7 @@ host wait. The memory of a bucket that left is used again by one that comes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
-from oomph.host.link import Copies, Copy, DoneCopy, Pairs
+from oomph.errors import OomphError
+from oomph.host.link import Copy, DoneCopy, Pairs, together
 from oomph.techniques.disk_state import MASTER
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
@@ -81,24 +83,19 @@ class StreamedStep:
         ]
         if not self._inside:
             begun += self._bring_weights(visit, bucket.pieces)
-        visit.copy = _together(self._link.to_gpu_all(pairs), begun)
+        visit.copy = together(self._link.to_gpu_all(pairs), begun)
         self._visits[bucket] = visit
 
     def fetch_gradients(self, bucket: Bucket, gradients: LeavingGradients) -> None:
-        """Begin to bring those of its gradients that are on the host, if nobody did yet."""
+        """Begin to bring those of its gradients that left, if nobody did yet."""
         if bucket in self._gradients:
             return
-        there: dict[Piece, Tensor] = {}
-        pairs: list[tuple[Tensor, Tensor]] = []
-        after: list[Copy] = []
-        for piece in bucket.pieces:
-            if piece.trained in gradients:
-                slot, copy = gradients.slot(piece.trained)
-                source = piece.of(slot)
-                there[piece] = gpu_like(source, piece.trained.leaf.device)
-                pairs.append((source, there[piece]))
-                after.append(copy)
-        self._gradients[bucket] = there, self._link.to_gpu_all(pairs, after)
+        there = {
+            piece: gpu_like(piece.of(trained.like), trained.leaf.device, gradients.dtype(trained))
+            for piece in bucket.pieces
+            if (trained := piece.trained) in gradients
+        }
+        self._gradients[bucket] = there, gradients.bring(there)
 
     @torch.no_grad()
     def step(
@@ -143,7 +140,7 @@ class StreamedStep:
                 for name, target in self._parts.state.store(piece, state).items():
                     pairs.append((state[name], target))
                 sent += self._parts.state.to_disk(piece, {**state, MASTER: tensor})
-        self._leaving.append(_together(self._leave(stepped, pairs), sent))
+        self._leaving.append(together(self._leave(stepped, pairs), sent))
 
     def _bring_weights(self, visit: _Visit, pieces: Iterable[Piece]) -> list[Copy]:
         """Begin to bring what is on the disk of weights that are stepped themselves."""
@@ -182,7 +179,7 @@ class StreamedStep:
             after = [copy] if not piece.trained.cuts else []
             self._parts.away_weights.written(piece.trained.leaf, after)
             self._parts.away_weights.put(piece.trained.leaf, piece.of, rounded)
-        return _together(copy, sent)
+        return together(copy, sent)
 
     def _home(self, trained: Trained) -> Tensor | None:
         """What of a parameter is in host memory and is stepped: its master, or its weights."""
@@ -197,10 +194,11 @@ class StreamedStep:
 
     def drop(self) -> None:
         """Forget what came in and was not stepped; it is on the host all the same."""
-        for _, copy in self._gradients.values():
-            copy.wait()
-        for visit in self._visits.values():
-            visit.copy.wait()
+        coming = [copy for _, copy in self._gradients.values()]
+        coming += [visit.copy for visit in self._visits.values()]
+        for copy in coming:
+            with contextlib.suppress(OomphError):  # whoever needs it hears of it when it comes
+                copy.wait()
         self._visits.clear()
         self._gradients.clear()
 
@@ -218,10 +216,6 @@ class StreamedStep:
 
 def _steps_cold_weights(piece: Piece) -> bool:
     return bool(piece.trained.cuts) and not piece.trained.has_master
-
-
-def _together(copy: Copy, others: list[Copy]) -> Copy:
-    return Copies([copy, *others]) if others else copy
 
 
 def scale(gradients: Sequence[Tensor], coefficient: Tensor | None) -> None:
