@@ -170,6 +170,11 @@ WAYS = {
         Net,
         adamw,
     ),
+    "gradients on the disk": (
+        Choices(optimizer_on="host", micro_batch=2, gradient_room=0, gradients_on="disk"),
+        NoNorm,
+        adamw,
+    ),
     "fused": (Choices(fused_optimizer=True), Net, adamw),
     "masters": (Choices(weights="bf16 with fp32 masters"), Net, adamw),
     "masters in backward": (
