@@ -118,11 +118,6 @@ class Copies:
                 waits.callback(copy.finish)
 
 
-def together(copy: Copy, others: Sequence[Copy]) -> Copy:
-    """A copy, and others if there are any, waited for as one."""
-    return Copies([copy, *others]) if others else copy
-
-
 class DoneWork(DoneCopy):
     """Work that is done."""
 

@@ -57,7 +57,9 @@ class DiskGradients:
 
     def put(self, trained: Trained, gradient: Tensor) -> Copy:
         """Let all of a gradient leave for the disk."""
-        return Copies([self._store.put(slot, p.of(gradient)) for p, slot in self._all(trained)])
+        # All of them first: one that lies otherwise takes memory, which may fail, to lie in a row.
+        parts = [(slot, piece.of(gradient)) for piece, slot in self._all(trained)]
+        return Copies([self._store.put(slot, part) for slot, part in parts])
 
     def get(self, wanted: Piece, room: Tensor) -> list[Copy]:
         """Begin to bring a piece that is stepped by itself, or the whole of a gradient."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import OomphError
-from oomph.host.link import Copy, Link, together
+from oomph.host.link import Copies, Copy, Link
 from oomph.techniques.disk_gradients import DiskGradients
 from oomph.techniques.host_tensors import gpu_like, host_tensor
 from oomph.techniques.step_buckets import Piece, Trained, whole
@@ -109,7 +109,8 @@ class LeavingGradients:
                 slot, copy = self.slot(piece.trained)
                 pairs.append((piece.of(slot), room))
                 after.append(copy)
-        return together(self._link.to_gpu_all(pairs, after), from_disk)
+        in_memory = [self._link.to_gpu_all(pairs, after)] if pairs else []
+        return Copies([*in_memory, *from_disk])
 
     def used(self, trained: Trained) -> None:
         """A gradient is not needed any more."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
 from oomph.errors import OomphError
-from oomph.host.link import Copy, DoneCopy, Pairs, together
+from oomph.host.link import Copies, Copy, DoneCopy, Pairs
 from oomph.techniques.disk_state import MASTER
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
@@ -83,7 +83,7 @@ class StreamedStep:
         ]
         if not self._inside:
             begun += self._bring_weights(visit, bucket.pieces)
-        visit.copy = together(self._link.to_gpu_all(pairs), begun)
+        visit.copy = _together(self._link.to_gpu_all(pairs), begun)
         self._visits[bucket] = visit
 
     def fetch_gradients(self, bucket: Bucket, gradients: LeavingGradients) -> None:
@@ -140,7 +140,7 @@ class StreamedStep:
                 for name, target in self._parts.state.store(piece, state).items():
                     pairs.append((state[name], target))
                 sent += self._parts.state.to_disk(piece, {**state, MASTER: tensor})
-        self._leaving.append(together(self._leave(stepped, pairs), sent))
+        self._leaving.append(_together(self._leave(stepped, pairs), sent))
 
     def _bring_weights(self, visit: _Visit, pieces: Iterable[Piece]) -> list[Copy]:
         """Begin to bring what is on the disk of weights that are stepped themselves."""
@@ -179,7 +179,7 @@ class StreamedStep:
             after = [copy] if not piece.trained.cuts else []
             self._parts.away_weights.written(piece.trained.leaf, after)
             self._parts.away_weights.put(piece.trained.leaf, piece.of, rounded)
-        return together(copy, sent)
+        return _together(copy, sent)
 
     def _home(self, trained: Trained) -> Tensor | None:
         """What of a parameter is in host memory and is stepped: its master, or its weights."""
@@ -216,6 +216,10 @@ class StreamedStep:
 
 def _steps_cold_weights(piece: Piece) -> bool:
     return bool(piece.trained.cuts) and not piece.trained.has_master
+
+
+def _together(copy: Copy, others: list[Copy]) -> Copy:
+    return Copies([copy, *others]) if others else copy
 
 
 def scale(gradients: Sequence[Tensor], coefficient: Tensor | None) -> None:
