@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oomph.planning.candidates import leaves_no_more
+from oomph.planning.candidates import leaves_no_more, way_of
 from oomph.planning.choices import Choices
 
 
@@ -31,3 +31,6 @@ def test_choices_that_have_more_leave_are_known_as_such(more: dict[str, Any]) ->
 def test_choices_that_differ_otherwise_tell_nothing_of_each_other() -> None:
     one = Choices(optimizer_on="host")
     assert not leaves_no_more(one, dataclasses.replace(one, micro_batch=2, gradient_room=0))
+    there = dataclasses.replace(one, gradient_room=0, gradients_on="disk")
+    assert not leaves_no_more(one, there)
+    assert way_of(there) != way_of(dataclasses.replace(there, gradients_on="host"))

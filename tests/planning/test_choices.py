@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -31,9 +32,10 @@ ALL = Choices(
 
 AWAY = Choices(optimizer_on="host", host_share=0.35, disk_share=0.65)
 ON_DISK = Choices(blocks={"a": "recompute, offloaded"}, offloaded_to="disk")
+GRADIENTS = Choices(optimizer_on="host", gradient_room=0, gradients_on="disk")
 
 
-@pytest.mark.parametrize("choices", [Choices(), ALL, AWAY, ON_DISK])
+@pytest.mark.parametrize("choices", [Choices(), ALL, AWAY, ON_DISK, GRADIENTS])
 def test_choices_come_back_from_json_as_they_were(choices: Choices) -> None:
     assert Choices.from_dict(json.loads(json.dumps(choices.as_dict()))) == choices
 
@@ -52,6 +54,13 @@ def test_blocks_that_run_twice_are_those_not_kept() -> None:
 def test_where_state_waits_lasts_as_long_as_a_run() -> None:
     assert AWAY.lasting.disk_share == 0.65
     assert AWAY.leaves
+
+
+def test_where_gradients_wait_lasts_as_long_as_a_run() -> None:
+    assert GRADIENTS.lasting == GRADIENTS
+    assert GRADIENTS.waits_on_disk
+    none_leave = dataclasses.replace(GRADIENTS, gradient_room=None)
+    assert none_leave.leaves and not none_leave.waits_on_disk
 
 
 def test_the_layout_of_images_lasts_as_long_as_a_run() -> None:
@@ -76,6 +85,7 @@ def test_where_blocks_are_offloaded_to_can_be_switched() -> None:
         ({"micro_batch": 0}, "at least one sample, not 0"),
         ({"weights": "int8"}, "weights are own or"),
         ({"offloaded_to": "gpu"}, "offloaded to host or disk, not to 'gpu'"),
+        ({"gradients_on": "tape"}, "gradients wait on host or disk, not on 'tape'"),
         ({"offloaded_to": "disk", "cuda_graph": True}, "cannot wait for the disk"),
         ({"disk_share": 0.5}, "the disk has no share of an optimizer that is on the GPU"),
         ({"gpu_share": 0.5}, "all of an optimizer on the GPU is there"),
@@ -104,6 +114,7 @@ def test_what_is_no_choice_is_refused(wrong: dict[str, Any], words: str) -> None
         ("compiled_others", "norm"),
         ("allocator", None),
         ("offloaded_to", None),
+        ("gradients_on", None),
         ("disk_share", "half"),
         ("disk_share", True),
     ],

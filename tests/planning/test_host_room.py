@@ -209,6 +209,44 @@ def test_weights_go_to_the_disk_where_all_of_the_state_is_not_enough(
     assert found.host <= host or host < 1_000, "the one that lacks least"
 
 
+CLIPPED = dataclasses.replace(OFFLOADED, gradient_room=0)
+GRADIENTS = dataclasses.replace(CLIPPED, gradients_on="disk")
+
+
+@pytest.mark.parametrize(
+    ("costs", "host", "expected"),
+    [
+        ((0.5, 5.0), 13_000, GRADIENTS),
+        ((0.5, 5.0), 12_000, dataclasses.replace(GRADIENTS, disk_share=0.14)),
+        ((5.0, 5.0), 13_000, dataclasses.replace(CLIPPED, disk_share=0.31)),
+        ((5.0, 0.5), 13_000, dataclasses.replace(CLIPPED, offloaded_to="disk", disk_share=0.13)),
+        ((0.5, 0.3), 11_200, dataclasses.replace(GRADIENTS, offloaded_to="disk")),
+        ((5.0, 5.0), 1_700, dataclasses.replace(GRADIENTS, offloaded_to="disk", disk_share=0.99)),
+    ],
+    ids=["alone", "with state", "state is faster", "so are blocks", "both", "all"],
+)
+def test_gradients_go_to_the_disk_where_they_must_or_where_that_is_faster(
+    costs: tuple[float, float], host: int, expected: Choices
+) -> None:
+    """They take 3,000 of host memory, what blocks save 2,000; each has buffers before the disk."""
+
+    def attempt(choices: Choices) -> Tried | None:
+        if choices.blocks != BLOCKS or choices.weights_away != CLIPPED.weights_away:
+            return None  # they have no room on the GPU
+        gradients, saved = choices.gradients_on == "disk", choices.offloaded_to == "disk"
+        host = 10_000 * (1 - choices.disk_share) + 400 * bool(choices.disk_share)
+        host += (300 if gradients else 3_000) + (200 if saved else 2_000)
+        host += 700 if choices.weights_away_on == "host" else 600
+        seconds = 1 + 10 * choices.disk_share + costs[0] * gradients + costs[1] * saved
+        seconds += 50 * (choices.weights_away_on == "disk")
+        return Tried(choices=choices, seconds=seconds, host=round(host))
+
+    best = attempt(CLIPPED)
+    assert best is not None
+    kept = dataclasses.replace(KEPT, gradient_room=0)
+    assert make_host_room(best, kept, attempt, host).choices == expected
+
+
 def test_what_has_no_room_on_the_gpu_is_not_chosen() -> None:
     machine = Machine(refuses=lambda choices: 0.3 < choices.disk_share < 0.8)
     assert machine.make_room(host=8_000).choices.disk_share == 0.8
@@ -239,6 +277,21 @@ def test_the_report_says_how_much_of_the_state_is_on_the_disk() -> None:
     )
 
 
+def test_the_report_says_where_gradients_wait() -> None:
+    assert say_place(dataclasses.replace(AWAY, gradient_room=MIB)) == (
+        "state on the host, gradients too beyond 1.00 MiB"
+    )
+    on_disk = dataclasses.replace(AWAY, gradients_on="disk")
+    assert say_place(on_disk) == "state on the host", "none leave"
+    assert say_place(dataclasses.replace(on_disk, gradient_room=0)) == (
+        "state on the host, gradients on the disk"
+    )
+    assert say_place(dataclasses.replace(on_disk, gradient_room=MIB, disk_share=0.4)) == (
+        "state on the host, gradients on the disk beyond 1.00 MiB, 40% of the state on the disk"
+    )
+    assert "gradients_on" in settings_of("optimizer")
+
+
 def test_the_report_says_where_weights_wait() -> None:
     assert say_weights_away(OFFLOADED) == "4 of 4 on the host"
     assert say_weights_away(dataclasses.replace(OFFLOADED, weights_away_on="disk")) == (
@@ -254,9 +307,9 @@ WEIGHTS = 4 * sum(p.numel() for p in model().parameters())
 TIGHT = 4.6
 
 
-def job(length: int = 2048) -> Job:
+def job(length: int = 2048, clip: float | None = None) -> Job:
     batch = torch.ones(1, length, WIDTH), torch.ones(1, length, WIDTH)
-    return Job(model, nn.MSELoss(), "adamw", batch)
+    return Job(model, nn.MSELoss(), "adamw", batch, clip_norm=clip)
 
 
 def budget(times_the_weights: float) -> int:
@@ -264,9 +317,14 @@ def budget(times_the_weights: float) -> int:
 
 
 @functools.cache
-def planned(times_the_weights: float, host: int | None = None, length: int = 2048) -> Plan:
+def planned(
+    times_the_weights: float,
+    host: int | None = None,
+    length: int = 2048,
+    clip: float | None = None,
+) -> Plan:
     return plan(
-        job(length),
+        job(length, clip),
         gpu=CARD,
         budget=budget(times_the_weights),
         allow="exact",
@@ -380,6 +438,24 @@ def test_weights_go_there_too_where_that_is_not_enough() -> None:
     timeline = rehearse(job(), CARD, PHASES, choices=choices)
     assert timeline.host_bytes == made.predicted.host
     assert timeline.disk_bytes == made.predicted.disk
+
+
+def test_so_do_gradients_that_wait_for_the_norm_of_all() -> None:
+    leaner = 2.6  # the weights of blocks have to leave, and gradients beside them
+    host = int(3.3 * WEIGHTS)  # for state, weights, and some of the gradients
+    made = planned(leaner, host, clip=1.0)
+    choices = made.choices
+    assert (choices.gradients_on, choices.disk_share) == ("disk", 0.0)
+    assert choices.gradient_room is not None
+    assert 3 * WEIGHTS < made.predicted.host <= host
+    (change,) = (one for one in made.changes if one.technique == "optimizer")
+    assert "gradients on the disk" in change.after
+    assert Plan.from_dict(json.loads(json.dumps(made.as_dict()))).choices == choices
+    timeline = rehearse(job(clip=1.0), CARD, PHASES, choices=choices)
+    assert timeline.host_bytes == made.predicted.host
+    assert 0 < timeline.disk_bytes == made.predicted.disk
+    in_memory = dataclasses.replace(choices, gradients_on="host")
+    assert rehearse(job(clip=1.0), CARD, PHASES, choices=in_memory).host_bytes > host
 
 
 def test_what_the_planning_machine_has_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

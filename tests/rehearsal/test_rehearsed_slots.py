@@ -1,5 +1,5 @@
-"""State and weights on the disk in a rehearsal: their room, the memory they leave free, and the
-time they take."""
+"""State, weights and gradients on the disk in a rehearsal: their room, the memory they leave free,
+and the time they take."""
 
 from __future__ import annotations
 
@@ -100,6 +100,44 @@ def test_such_a_step_reads_weights_twice_and_writes_them_once(
     expected = (2 * size + share * STATE) / 1e9 + (size + share * STATE) / 0.5e9
     # The last blocks of forward are the first of backward; all that is written is on one disk.
     assert 0.75 * expected < took < 1.1 * expected
+
+
+GRADIENTS: dict[str, object] = {"gradient_room": 0, "gradients_on": "disk"}
+
+
+@pytest.mark.parametrize(("clip_norm", "parts"), [(1.0, 1), (None, 4), (1.0, 4)])
+@pytest.mark.parametrize("masters", [False, True])
+def test_gradients_on_the_disk_are_not_in_host_memory_and_take_no_more_of_the_gpu(
+    masters: bool, clip_norm: float | None, parts: int
+) -> None:
+    how: dict[str, object] = {"gradient_room": 0, "micro_batch": 8 // parts if parts > 1 else None}
+    if masters:
+        how |= {"weights": "bf16 with fp32 masters", "precision": "bf16-mixed"}
+    host, disk = (rehearsed(clip_norm, **how, gradients_on=on) for on in ("host", "disk"))
+    # There is room for parts that add up, in fp32; alone they leave in the type of their weights.
+    assert (host.disk_bytes, disk.disk_bytes) == (0, 4 * WEIGHTS)
+    taken = (2 if masters and parts == 1 else 4) * WEIGHTS
+    buffers = disk.host_bytes - (host.host_bytes - taken)
+    assert 0 < buffers < WEIGHTS
+    assert peak_allocated(host) == peak_allocated(disk)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("masters", [False, True])
+def test_such_a_step_writes_gradients_once_and_reads_them_once(
+    masters: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "DISK_READ", 1e9)
+    monkeypatch.setattr(slots, "DISK_WRITE", 0.5e9)
+    monkeypatch.setattr(slots, "load_profile", lambda _: None)
+    how = dict(GRADIENTS)
+    if masters:
+        how |= {"weights": "bf16 with fp32 masters", "precision": "bf16-mixed"}
+    took = seconds(rehearsed(1.0, disk_share=share, **how))
+    size = (2 if masters else 4) * WEIGHTS
+    moved = size + share * (STATE + (4 * WEIGHTS if masters else 0))
+    expected = moved / 1e9 + moved / 0.5e9
+    assert 0.7 * expected < took < 1.1 * expected
 
 
 def test_a_disk_that_is_fast_enough_hides_behind_computing(

@@ -13,7 +13,7 @@ import torch
 from small_plans import plan_with
 from torch import Tensor, nn
 
-from oomph.errors import BadInput, DiskFull, HostMemoryFull
+from oomph.errors import BadInput, DiskDamaged, DiskFull, HostMemoryFull
 from oomph.gpus import find_gpu
 from oomph.host import parked_on_disk
 from oomph.host.limits import HostLimits
@@ -139,6 +139,116 @@ def test_masters_on_the_disk_have_the_numbers_of_what_stays(
     leaves = dataclasses.replace(on_disk, **change)
     ours, theirs = trained(leaves, given, steps=5), trained(stays, given, steps=5)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+GRADIENTS = dataclasses.replace(
+    PLAIN, optimizer_on="host", gradient_room=0, gradients_on="disk", micro_batch=3
+)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["no clipping", "clipping"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"gradient_room": 200_000},
+        {"disk_share": 0.5},
+        {"gpu_share": 0.5},
+        {"weights_away": ("1", "2")},
+        COLD,
+        {"blocks": OFFLOADED, "offloaded_to": "disk", "disk_share": 1.0, **COLD},
+    ],
+    ids=str,
+)
+def test_gradients_on_the_disk_have_the_numbers_of_what_stays(
+    change: dict[str, Any],
+    clip: float | None,
+    micro_batch: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    everything_may_go_to_the_disk(monkeypatch)
+    given = job(clip_norm=clip)
+    leaves = dataclasses.replace(GRADIENTS, **{"micro_batch": micro_batch, **change})
+    stays = dataclasses.replace(PLAIN, micro_batch=micro_batch)
+    torch.testing.assert_close(trained(leaves, given), trained(stays, given), rtol=0, atol=0)
+
+
+def test_micro_batches_may_be_switched_while_gradients_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one alone they leave in the type of their weights, and in a larger one to add up."""
+    everything_may_go_to_the_disk(monkeypatch)
+    given = job(clip_norm=0.5, precision="bf16-mixed")
+    own = {"precision": "bf16-mixed", "weights": "bf16 with fp32 masters"}
+    found = []
+    for choices in (GRADIENTS, dataclasses.replace(PLAIN, micro_batch=3)):
+        made, link = model(), Counting()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+        choices = dataclasses.replace(choices, **own)  # type: ignore[arg-type]
+        applied = Applied(
+            choices,
+            given,
+            made,
+            optimizer,
+            device_type="cpu",
+            link_with=lambda _, link=link: link,  # type: ignore[misc]
+            disk=tmp_path,
+        )
+        losses = []
+        for size in (None, 3, None, 2):
+            applied.switch(dataclasses.replace(choices, micro_batch=size))
+            losses.append(train_step(applied.stage, given.batch))
+        applied.undo()
+        assert not link.live
+        found.append([*losses, *(parameter.detach() for parameter in made.parameters())])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["no clipping", "clipping"])
+def test_a_disk_without_room_for_gradients_ends_the_first_step_and_changes_nothing(
+    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything_may_go_to_the_disk(monkeypatch)
+    given = job(clip_norm=clip)
+    plain = dataclasses.replace(PLAIN, micro_batch=3)
+    run, expected = (running(choices, given, tmp_path) for choices in (GRADIENTS, plain))
+    with monkeypatch.context() as patch:
+        patch.setattr(ScratchFile, "_free", lambda _: 1 << 10)
+        with pytest.raises(DiskFull, match="is missing"):
+            run.step(given.batch)
+    assert run.steps == 0 and not run.optimizer.state
+    for _ in range(2):
+        assert torch.equal(run.step(given.batch), expected.step(given.batch))
+    for one in (run, expected):
+        one.undo()
+    assert all(torch.equal(*pair) for pair in zip(weights(run), weights(expected), strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gradient_that_cannot_be_read_ends_the_step_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything_may_go_to_the_disk(monkeypatch)
+    given = job()
+    plain = dataclasses.replace(PLAIN, micro_batch=3)
+    run, expected = (running(choices, given, tmp_path) for choices in (GRADIENTS, plain))
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    assert torch.equal(run.step(given.batch), expected.step(given.batch))
+    with monkeypatch.context() as patch:
+        patch.setattr(ScratchFile, "read", fail)
+        with pytest.raises(DiskDamaged, match="cannot be read: Input/output error"):
+            run.step(given.batch)
+    assert run.steps == 1
+    for _ in range(2):
+        assert torch.equal(run.step(given.batch), expected.step(given.batch))
+    for one in (run, expected):
+        one.undo()
+    assert all(torch.equal(*pair) for pair in zip(weights(run), weights(expected), strict=True))
 
 
 @pytest.mark.parametrize("change", [{}, COLD], ids=["masters", "masters and weights"])

@@ -108,12 +108,14 @@ def start(
     choices: Choices = Choices(),  # noqa: B008
     build: Callable[[], nn.Module] = Net,
     make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    clip_norm: float | None = None,
 ) -> Run:
     model = build()
     if choices.precision == "bf16":
         model.to(torch.bfloat16)
     optimizer = make(model)
-    job = Job(model, loss_of, optimizer, BATCHES[0], precision=choices.precision)
+    precision = choices.precision
+    job = Job(model, loss_of, optimizer, BATCHES[0], precision=precision, clip_norm=clip_norm)
     return apply(plan_with(choices, model, optimizer, BATCHES[0]), job)
 
 
@@ -168,6 +170,11 @@ WAYS = {
     "masters and weights on the disk": (
         dataclasses.replace(WEIGHTS_ON_DISK, weights="bf16 with fp32 masters", disk_share=1.0),
         Net,
+        adamw,
+    ),
+    "gradients on the disk": (
+        Choices(optimizer_on="host", micro_batch=2, gradient_room=0, gradients_on="disk"),
+        NoNorm,
         adamw,
     ),
     "fused": (Choices(fused_optimizer=True), Net, adamw),
@@ -245,6 +252,32 @@ def test_what_is_on_the_disk_is_saved_piece_by_piece(
     run.undo()
     plain.undo()
     assert_same(weights_of(run.model), weights_of(plain.model))
+
+
+@pytest.mark.parametrize("build", [Net, NoNorm])
+def test_a_step_whose_gradients_wait_on_the_disk_is_made_before_it_is_saved(
+    build: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything_may_go_to_the_disk(monkeypatch)
+    plain = Choices(micro_batch=2 if build is NoNorm else None)
+    leaves = dataclasses.replace(plain, optimizer_on="host", gradient_room=0, gradients_on="disk")
+    runs = {name: start(c, build, clip_norm=0.1) for name, c in (("disk", leaves), ("own", plain))}
+    for run in runs.values():
+        torch.manual_seed(1)
+        losses(run, BATCHES[:3])
+    host = runs["disk"]._stage.host
+    assert host is not None and not host._gradients.is_empty, "the step is only begun"
+    for name, run in runs.items():
+        run.save(tmp_path / name)
+    saved, expected = (load_checkpoint(tmp_path / name) for name in runs)
+    assert_same(saved.model_state, expected.model_state)
+    assert_same(saved.optimizer_state, expected.optimizer_state)
+    after = []
+    for run in runs.values():
+        torch.manual_seed(2)
+        after.append(losses(run, BATCHES[3:]))
+        run.undo()
+    assert after[0] == after[1]
 
 
 def test_masters_on_the_disk_go_on_from_a_plain_checkpoint_and_back(

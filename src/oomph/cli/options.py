@@ -121,8 +121,9 @@ class PlanOptions:
         typer.Option(
             "--host",
             metavar="SIZE",
-            help="Host memory that what leaves the GPU may take, as 64GiB; state, weights and what"
-            " blocks save beyond it wait on the disk. Default: no limit; to train, what is free.",
+            help="Host memory that what leaves the GPU may take, as 64GiB; state, gradients,"
+            " weights and what blocks save beyond it wait on the disk. Default: no limit; to train,"
+            " what is free.",
         ),
     ] = None
 

@@ -89,7 +89,7 @@ def kind_of(choices: Choices) -> Kind:
     )
 
 
-Way = tuple[int | None, Weights, int | None, bool, Outside, float, int, Outside, int]
+Way = tuple[int | None, Weights, int | None, Outside, bool, Outside, float, int, Outside, int]
 
 
 def way_of(choices: Choices) -> Way:
@@ -98,6 +98,7 @@ def way_of(choices: Choices) -> Way:
         choices.micro_batch,
         choices.weights,
         choices.gradient_room,
+        choices.gradients_on,
         bool(choices.weights_away),
         choices.weights_away_on,
         choices.disk_share,

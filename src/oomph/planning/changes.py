@@ -151,6 +151,7 @@ def _differences(after: Choices) -> list[_Difference]:
                 "disk_share",
                 "gpu_share",
                 "gradient_room",
+                "gradients_on",
                 "state_ahead",
                 "state_early",
                 "weights_away",
@@ -219,7 +220,8 @@ def say_place(choices: Choices) -> str:
     if choices.host_share:
         words += f", {choices.host_share:.0%} stepped there"
     if (room := choices.gradient_room) is not None:
-        words += f", gradients too beyond {format_bytes(room)}" if room else ", gradients too"
+        words += ", gradients on the disk" if choices.gradients_on == "disk" else ", gradients too"
+        words += f" beyond {format_bytes(room)}" if room else ""
     if choices.disk_share:
         what = "state and masters" if choices.weights == MASTERS else "state"
         words += f", {choices.disk_share:.0%} of the {what} on the disk"

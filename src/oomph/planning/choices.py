@@ -63,7 +63,9 @@ class Choices:
     gpu_share: float = 0.0
     """The part of all parameters whose optimizer state, and masters, stay on the GPU beside it."""
     gradient_room: int | None = None
-    """Bytes of gradients that wait on the GPU for the norm of all; the others wait on the host."""
+    """Bytes of gradients that wait on the GPU for the norm of all; the others wait outside it."""
+    gradients_on: Outside = "host"
+    """Where these others wait, but for those of parameters that the host's cores step."""
     state_ahead: int = 4
     """Buckets of state that come from the host before they are stepped, and as many that leave."""
     state_early: int = 0
@@ -124,6 +126,8 @@ class Choices:
             )
         if self.gradient_room is not None and self.gradient_room < 0:
             raise BadInput(f"gradients cannot have {self.gradient_room} bytes")
+        if self.gradients_on not in get_args(Outside):
+            raise BadInput(f"gradients wait on host or disk, not on {self.gradients_on!r}")
         if self.offloaded_to not in get_args(Outside):
             raise BadInput(f"blocks are offloaded to host or disk, not to {self.offloaded_to!r}")
         if self.cuda_graph and self.offloaded_to == "disk":
@@ -166,7 +170,8 @@ class Choices:
         """Whether anything waits on the disk."""
         weights = bool(self.weights_away) and self.weights_away_on == "disk"
         saved = bool(self.offloaded) and self.offloaded_to == "disk"
-        return self.disk_share > 0 or weights or saved
+        gradients = self.gradient_room is not None and self.gradients_on == "disk"
+        return self.disk_share > 0 or weights or saved or gradients
 
     @property
     def lasting(self) -> Choices:

@@ -1,10 +1,12 @@
 """Room in host memory, where a plan takes more of it than there is: some goes on to the disk.
 
-The disk is much slower than the link to the host, so no more goes there than must: state, what
-blocks save, or both, whichever is faster, and weights where that is not enough. What else takes
-host memory may be worth less than it costs now. How much memory a share of the state frees is
-tried rather than calculated: whole parameters go, through buffers that are in host memory
-themselves.
+The disk is much slower than the link to the host, so no more goes there than must: state,
+gradients, what blocks save, or several of them, whichever is faster, and weights where that is not
+enough. For each byte that it frees, a step writes and reads one of state; of gradients and of what
+blocks save one for each micro-batch, first of gradients, whose way out is free while backward makes
+them; and reads weights once more. What else takes host memory may be worth less than it costs now.
+How much memory a share of the state frees is tried rather than calculated: whole parameters go,
+through buffers that are in host memory themselves.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ def make_host_room(best: Tried, lighter: Choices, attempt: Attempt, host: int) -
 
     if lighter != best.choices:
         try_instead(lighter)
+    for choices in (lighter, found.choices):
+        if choices.gradient_room is not None:
+            try_instead(dataclasses.replace(choices, gradients_on="disk"))
     for choices in (lighter, found.choices):
         if choices.offloaded:
             try_instead(dataclasses.replace(choices, offloaded_to="disk"))

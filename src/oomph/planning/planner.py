@@ -122,8 +122,9 @@ def plan(
 
     Without `gpu` the plan is for the CPU. `allow` is how far its numbers may be from the untouched
     job's. With a `timer` the blocks of the best plan are timed for real. `host` is the host memory
-    that what leaves the GPU may take; state, weights and what blocks save wait on the disk where
-    there is no room. Raises `DoesNotFit`, which carries the smallest budget that would do.
+    that what leaves the GPU may take; state, gradients, weights and what blocks save wait on the
+    disk where there is no room. Raises `DoesNotFit`, which carries the smallest budget that would
+    do.
     """
     planner = make_planner(
         job,

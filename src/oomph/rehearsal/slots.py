@@ -35,7 +35,7 @@ class RehearsedSlots:
         self._ring = link.host_memory(largest * buffers)
         #: When each buffer is free again, the first one first.
         self._buffers = deque([0.0] * buffers)
-        self._sizes: list[int] = []
+        self._slots = 0
         #: By slot: when what was put is on the disk.
         self._written: dict[int, float] = {}
         self._announced: dict[int, float] = {}
@@ -43,8 +43,8 @@ class RehearsedSlots:
     def slot(self, nbytes: int) -> int:
         """Room on the disk, counted."""
         self._recorder.timeline.disk_bytes += nbytes
-        self._sizes.append(nbytes)
-        return len(self._sizes) - 1
+        self._slots += 1
+        return self._slots - 1
 
     def put(self, slot: int, source: Tensor) -> Copy:
         """To a buffer when one is free, and from there to the disk."""
@@ -52,7 +52,7 @@ class RehearsedSlots:
         self._wait_until(free)
         copy = self._link.to_host(source, source)
         assert isinstance(copy, RehearsedCopy)
-        self._written[slot] = self._disk_until(copy.end, self._sizes[slot] / self._write)
+        self._written[slot] = self._disk_until(copy.end, source.nbytes / self._write)
         self._buffers.append(self._written[slot])
         return copy
 
@@ -61,7 +61,7 @@ class RehearsedSlots:
         free = self._buffers.popleft()
         earliest = self._announced.pop(slot, self._recorder.seconds)
         begin = max(free, earliest, self._written.get(slot, 0.0))
-        end = self._disk_until(begin, self._sizes[slot] / self._read)
+        end = self._disk_until(begin, target.nbytes / self._read)
         copy = self._link.to_gpu(target, target, after=[RehearsedCopy(self._recorder, end)])
         assert isinstance(copy, RehearsedCopy)
         self._buffers.append(copy.end)

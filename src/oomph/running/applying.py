@@ -349,6 +349,7 @@ class Applied:
                 disk_share=choices.disk_share,
                 gpu_share=choices.gpu_share,
                 keep_gradients=choices.gradient_room,
+                gradients_to_disk=choices.gradients_on == "disk",
                 bucket=self._bucket(),
                 ahead=choices.state_ahead,
                 early=choices.state_early,

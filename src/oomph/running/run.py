@@ -411,9 +411,9 @@ def fit(
     a while where there is more. It also plans for longer batches when they come.
 
     The plan leaves room for `prefetch` batches that `run.batches` puts on the device ahead. What
-    leaves the GPU stays inside the host memory that is free; optimizer state, masters, weights and
-    what blocks save with no room there wait on the disk of the folder `disk`, by default that of
-    $TMPDIR or else of /var/tmp.
+    leaves the GPU stays inside the host memory that is free; optimizer state, masters, gradients,
+    weights and what blocks save with no room there wait on the disk of the folder `disk`, by
+    default that of $TMPDIR or else of /var/tmp.
     """
     job = Job(model, loss, optimizer, batch, **options)
     _refuse_own_changes(job)

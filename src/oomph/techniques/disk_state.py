@@ -33,11 +33,15 @@ def choose_for_disk(parameters: Iterable[Trained], share: float) -> list[Trained
     wanted = 0.0
     for trained in parameters:
         wanted += share * trained.leaf.numel()
-        is_small = trained.leaf.numel() * trained.owned.element_size() < LEAST
-        if not is_small and wanted >= trained.leaf.numel() / 2:
+        if is_worth_a_slot(trained) and wanted >= trained.leaf.numel() / 2:
             chosen.append(trained)
             wanted -= trained.leaf.numel()
     return chosen
+
+
+def is_worth_a_slot(trained: Trained) -> bool:
+    """Whether a parameter is large enough for the disk."""
+    return trained.leaf.numel() * trained.owned.element_size() >= LEAST
 
 
 def open_disk_state(

@@ -13,7 +13,8 @@ streamed. What has room on the GPU stays there (`gpu_share`), and nothing waits 
 When a parameter is stepped depends on the job. Without clipping and without a GradScaler a bucket
 is stepped inside backward, as soon as its gradients are complete. With either, all gradients must
 be known first: then `step` only begins the step, and each part of the model waits for its own
-parameters when the next forward reaches it. Gradients for which there is no room leave meanwhile.
+parameters when the next forward reaches it. Gradients for which there is no room leave meanwhile,
+for the host or for the disk (`gradients_to_disk`).
 
 How it is called, in each step:
 
@@ -42,10 +43,7 @@ import threading
 from collections.abc import (
     Callable,
     Collection,
-    Container,
-    Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from dataclasses import dataclass
@@ -60,6 +58,7 @@ from oomph.host.limits import check_host_memory
 from oomph.host.link import Copy, Link
 from oomph.host.slots import OpenSlots
 from oomph.job import repeated_blocks
+from oomph.techniques.disk_gradients import DiskGradients, open_disk_gradients
 from oomph.techniques.disk_state import DiskState, choose_for_disk, open_disk_state
 from oomph.techniques.first_use import FirstUse
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
@@ -84,7 +83,8 @@ from oomph.techniques.optimizer_twin import (
     is_elementwise,
 )
 from oomph.techniques.partial_steps import tell_followers
-from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets
+from oomph.techniques.step_buckets import Bucket, Trained
+from oomph.techniques.step_order import StepOrder, arrange
 from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import StreamedWeights
@@ -117,6 +117,8 @@ class HostPlacement:
     """The part of all elements whose state, and masters, stay on the GPU: the optimizer's first."""
     keep_gradients: int | None = None
     """Bytes of gradients that may wait on the GPU, those that forward needs first; None is all."""
+    gradients_to_disk: bool = False
+    """Whether the others wait on the disk, but for those that the host's cores step."""
     bucket: int = 64 << 20
     """Bytes of weights, or of their masters, that are stepped together."""
     ahead: int = 2
@@ -191,7 +193,7 @@ class HostOptimizer:
         self._first_use = FirstUse(
             model, repeated_blocks(model) if blocks is None else blocks, self._before_unit
         )
-        self._order = _Order([], [], set(), (), set())
+        self._order = StepOrder([], [], set(), (), set())
         #: Each device has its own backward thread.
         self._lock = threading.Lock()
         self._handles: list[RemovableHandle] = []
@@ -210,6 +212,7 @@ class HostOptimizer:
         self._sent_coefficient: tuple[Tensor, Copy] | None = None
         self._coefficient_room: Tensor | None = None
         try:
+            self._gradients.disk = _open_disk_gradients(disk, self._trained, placement)
             self._leave_gpu()
             self._add_hooks()
         except BaseException:
@@ -348,7 +351,7 @@ class HostOptimizer:
         self._first_use.remove()
         self._be_asked(False)
         self._trained, self._by_leaf, self._pending = [], {}, {}
-        self._order = _Order([], [], set(), (), set())
+        self._order = StepOrder([], [], set(), (), set())
         self._begin_batch()
         self._sent_coefficient = self._coefficient_room = self._next = None
 
@@ -402,28 +405,25 @@ class HostOptimizer:
     def _arrange(self) -> None:
         """Make the buckets, in the order that the first forward showed."""
         unit_of = self._first_use.freeze()
-        places = {leaf: at for at, leaf in enumerate(unit_of)}
-        ordered = sorted(self._trained, key=lambda trained: places.get(trained.leaf, -1))
         on_gpu_or_disk = (self._staying, self._disk or ())
-        bound = {t for t in ordered if t.cuts or any(t in some for some in on_gpu_or_disk)}
-        streamed, on_host = _split(ordered, self._placement.host_share, bound)
-        for trained in on_host:
-            self._host.make_room(trained)
-            self._place_counter(trained, torch.device("cpu"))
-        size, may_cut = self._placement.bucket, is_elementwise(self._optimizer)
-
-        def block(trained: Trained) -> int | None:
-            return unit_of.get(trained.leaf) if trained.away is not None else None
-
-        # A block whose weights are away is stepped when it comes: all of it, and nothing else.
-        blocks = [list(some) for _, some in itertools.groupby(streamed, key=block)]
-        self._order = _Order(
-            [bucket for some in blocks for bucket in make_buckets(some, size, may_cut=may_cut)],
-            make_buckets(on_host, size, may_cut=may_cut),
-            _leaving(streamed, self._placement.keep_gradients) | set(on_host),
-            [trained for trained in ordered if trained.leaf not in unit_of],
-            _first_unit(ordered, unit_of),
+        placement = self._placement
+        order = arrange(
+            self._trained,
+            unit_of,
+            host_share=placement.host_share,
+            bound={t for t in self._trained if t.cuts or any(t in some for some in on_gpu_or_disk)},
+            keep_gradients=placement.keep_gradients,
+            bucket=placement.bucket,
+            may_cut=is_elementwise(self._optimizer),
         )
+        if self._gradients.disk is not None:
+            leaving = order.leaving - order.host_stepped
+            self._gradients.disk.reserve(one for one in self._trained if one in leaving)
+        for trained in self._trained:
+            if trained in order.host_stepped:
+                self._host.make_room(trained)
+                self._place_counter(trained, torch.device("cpu"))
+        self._order = order
 
     def _place_counter(self, trained: Trained, device: torch.device) -> None:
         """A step counter is where the kernel that steps the parameter wants it."""
@@ -451,7 +451,7 @@ class HostOptimizer:
 
     def _begin_backward(self, last: bool) -> None:
         self._check_whole()
-        if not self._first_use.is_frozen:
+        if not self._order.buckets:
             self._arrange()
         self._late = self._not_stepped_yet()
         if not self._late:
@@ -837,36 +837,6 @@ class HostOptimizer:
                     )
 
 
-class _Order:
-    """Buckets by the way they are stepped, in the order of the forward, and what follows."""
-
-    def __init__(
-        self,
-        streamed: list[Bucket],
-        on_host: list[Bucket],
-        leaving: set[Trained],
-        unused: Collection[Trained],
-        first: set[Trained],
-    ) -> None:
-        self.streamed = streamed
-        self.on_host = on_host
-        #: Parameters whose gradients do not wait on the GPU.
-        self.leaving = leaving
-        self.buckets = [*streamed, *on_host]
-        self.streamed_set = set(streamed)
-        #: How many buckets backward completes all at once, as its last.
-        self.at_once = sum(first.issuperset(bucket.parameters) for bucket in streamed)
-        self.host_stepped = {t for bucket in on_host for t in bucket.parameters}
-        #: By parameter: how many buckets have to be stepped before it may be used.
-        self.stop = {trained: at + 1 for trained, at in last_of(streamed).items()}
-        #: How many have to be stepped for parameters that no module is known to use.
-        self.stop_of_unused = max((self.stop.get(trained, 0) for trained in unused), default=0)
-        self.buckets_of: dict[Trained, list[Bucket]] = {}
-        for bucket in self.buckets:
-            for trained in bucket.parameters:
-                self.buckets_of.setdefault(trained, []).append(bucket)
-
-
 def _check(
     optimizer: torch.optim.Optimizer, masters: RoundedMasters | None, placement: HostPlacement
 ) -> None:
@@ -915,21 +885,6 @@ def _find_trained(
     return found
 
 
-def _split(
-    ordered: list[Trained], host_share: float, bound: Container[Trained]
-) -> tuple[list[Trained], list[Trained]]:
-    """What the GPU steps, and the host: the last not `bound` to the GPU, up to its share."""
-    left = host_share * sum(trained.leaf.numel() for trained in ordered)
-    on_host: list[Trained] = []
-    for trained in reversed([trained for trained in ordered if trained not in bound]):
-        left -= trained.leaf.numel()
-        if left < 0:
-            break
-        on_host.insert(0, trained)
-    taken = set(on_host)
-    return [trained for trained in ordered if trained not in taken], on_host
-
-
 def _staying(trained: Sequence[Trained], share: float) -> set[Trained]:
     """The first ones, up to this share of all elements.
 
@@ -972,21 +927,14 @@ def _open_disk(
     )
 
 
-def _first_unit(ordered: list[Trained], unit_of: Mapping[Tensor, int]) -> set[Trained]:
-    """What the part of the model that runs first has, such as a large embedding."""
-    first = min((unit for t in ordered if (unit := unit_of.get(t.leaf)) is not None), default=None)
-    return {trained for trained in ordered if unit_of.get(trained.leaf) == first}
-
-
-def _leaving(ordered: Iterable[Trained], keep: int | None) -> set[Trained]:
-    """Whose gradients leave: all that come in forward's order after `keep` bytes are full."""
-    leaving: set[Trained] = set()
-    for trained in ordered if keep is not None else ():
-        assert keep is not None
-        keep -= trained.leaf.numel() * trained.owned.element_size()
-        if keep < 0:
-            leaving.add(trained)
-    return leaving
+def _open_disk_gradients(
+    open_slots: OpenSlots | None, trained: Sequence[Trained], placement: HostPlacement
+) -> DiskGradients | None:
+    """Room on the disk for gradients that leave."""
+    if not placement.gradients_to_disk or placement.keep_gradients is None:
+        return None
+    assert open_slots is not None, "there is no disk to put gradients on"
+    return open_disk_gradients(open_slots, trained, bucket=placement.bucket, ahead=placement.ahead)
 
 
 def _made_states(optimizer: torch.optim.Optimizer) -> Callable[[int, torch.dtype], State]:

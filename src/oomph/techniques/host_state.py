@@ -19,7 +19,7 @@ from oomph.host.link import Copy, Link
 from oomph.techniques.disk_state import DiskState, is_kept
 from oomph.techniques.host_tensors import brought_home, gpu_like, host_tensor, to_host_now
 from oomph.techniques.optimizer_twin import State
-from oomph.techniques.step_buckets import Piece, Trained
+from oomph.techniques.step_buckets import Piece, Trained, whole
 
 
 class HostState:
@@ -61,16 +61,13 @@ class HostState:
 
     def make(self, trained: Trained, made: State) -> None:
         """Have state of a parameter as another's first step made it, whatever is in it."""
-        piece = Piece(
-            trained=trained, start=0, stop=trained.leaf.numel(), is_whole=True, is_last=True
-        )
         like = {
             name: torch.empty_like(trained.like, dtype=value.dtype, device="meta")
             if is_kept(value)
             else value.clone()
             for name, value in made.items()
         }
-        self.store(piece, like)
+        self.store(whole(trained), like)
 
     def forget(self) -> None:
         """No parameter has state any more, or another one than so far."""
@@ -163,9 +160,9 @@ class HostState:
         for trained in self._not_shown():
             assert self._disk is not None
             names = self._disk.state_names(trained)
-            whole = self._disk.read(trained, torch.device("cpu"), names)
-            self._optimizer.state[trained.owned].update(whole)
-            self._shown[trained] = {name: (t, t._version) for name, t in whole.items()}
+            numbers = self._disk.read(trained, torch.device("cpu"), names)
+            self._optimizer.state[trained.owned].update(numbers)
+            self._shown[trained] = {name: (t, t._version) for name, t in numbers.items()}
 
     @property
     def hidden_bytes(self) -> int:

@@ -1,4 +1,7 @@
-"""Gradients that leave the GPU as soon as a backward has made them, and wait on the host.
+"""Gradients that leave the GPU as soon as a backward has made them, and wait outside it.
+
+They wait in host memory, or on the disk (`DiskGradients`) where some have room there. Those that
+the host's cores step are in its memory.
 
 Where several micro-batches add to a gradient, what there is of it comes back for each, is added to
 on the GPU as PyTorch would, and leaves again. It comes back before it is needed: gradients are made
@@ -7,29 +10,35 @@ in the same order in each backward.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy, Link
+from oomph.errors import OomphError
+from oomph.host.link import Copies, Copy, Link
+from oomph.techniques.disk_gradients import DiskGradients
 from oomph.techniques.host_tensors import gpu_like, host_tensor
-from oomph.techniques.step_buckets import Trained
+from oomph.techniques.step_buckets import Piece, Trained, whole
 
 #: How many gradients come back before they are added to.
 _AHEAD = 2
 
 
 class LeavingGradients:
-    """What of the gradients is on the host; `in_flight` bytes may be on their way there."""
+    """What of the gradients left; `in_flight` bytes may be on their way."""
 
     def __init__(self, link: Link, in_flight: int) -> None:
         self._link = link
         self._most = in_flight
+        #: Whose gradients wait there, where any do.
+        self.disk: DiskGradients | None = None
+        #: By parameter whose gradients wait in host memory: where.
         self._slots: dict[Trained, Tensor] = {}
-        #: By parameter whose slot holds a gradient: the copy that brought it.
-        self._filled: dict[Trained, Copy] = {}
+        #: By parameter of which a gradient is here: its type, and the copy that brought it.
+        self._filled: dict[Trained, tuple[torch.dtype, Copy]] = {}
         self._leaving: deque[tuple[Copy, int]] = deque()
         self._coming: dict[Trained, tuple[Tensor, Copy]] = {}
         #: The order in which gradients were made last time, and this time so far.
@@ -53,12 +62,13 @@ class LeavingGradients:
 
     def send(self, trained: Trained, gradient: Tensor, dtype: torch.dtype) -> None:
         """Let a gradient leave, as `dtype`; it must not be written to any more."""
-        slot = self._slots.get(trained)
-        if slot is None or slot.dtype != dtype:
-            slot = self._slots[trained] = host_tensor(self._link, trained.like, dtype)
-        copy = self._link.to_host(gradient.to(dtype), slot)
-        self._filled[trained] = copy
-        self._leaving.append((copy, slot.nbytes))
+        leaving = gradient.to(dtype)
+        if self.disk is not None and trained in self.disk:
+            copy = self.disk.put(trained, leaving)
+        else:
+            copy = self._link.to_host(leaving, self._slot(trained, dtype))
+        self._filled[trained] = dtype, copy
+        self._leaving.append((copy, leaving.nbytes))
         self._release(self._most)
 
     def add_to(self, trained: Trained, gradient: Tensor) -> None:
@@ -80,30 +90,53 @@ class LeavingGradients:
         return gradient
 
     def slot(self, trained: Trained) -> tuple[Tensor, Copy]:
-        """Where a gradient is, once the copy is done."""
-        return self._slots[trained], self._filled[trained]
+        """Where in host memory a gradient is, once the copy is done."""
+        return self._slots[trained], self._filled[trained][1]
+
+    def dtype(self, trained: Trained) -> torch.dtype:
+        """The type of a gradient that is here."""
+        return self._filled[trained][0]
+
+    def bring(self, rooms: Mapping[Piece, Tensor]) -> Copy:
+        """Begin to bring pieces of gradients to the GPU, into these; they stay here as well."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        after: list[Copy] = []
+        from_disk: list[Copy] = []
+        for piece, room in rooms.items():
+            if self.disk is not None and piece.trained in self.disk:
+                from_disk += self.disk.get(piece, room)
+            else:
+                slot, copy = self.slot(piece.trained)
+                pairs.append((piece.of(slot), room))
+                after.append(copy)
+        in_memory = [self._link.to_gpu_all(pairs, after)] if pairs else []
+        return Copies([*in_memory, *from_disk])
 
     def used(self, trained: Trained) -> None:
         """A gradient is not needed any more."""
         self._filled.pop(trained, None)
 
     def release(self) -> None:
-        """Wait for those on their way to the host; they take no more memory of the GPU."""
+        """Wait for those on their way out; they take no more memory of the GPU."""
         self._release(-1)
 
     def forget(self, but: Collection[Trained] = ()) -> None:
         """Drop all of them, but for those that a step still needs."""
         self.release()
         for _, copy in self._coming.values():
-            copy.wait()
+            with contextlib.suppress(OomphError):  # nobody needs it any more
+                copy.wait()
         self._coming.clear()
-        self._filled = {trained: c for trained, c in self._filled.items() if trained in but}
+        self._filled = {trained: own for trained, own in self._filled.items() if trained in but}
         self._made.clear()
 
     def close(self) -> None:
-        """Drop all of them and give the host memory back."""
+        """Drop all of them and give host memory and disk back."""
         self.forget()
         self._slots.clear()
+        if self.disk is not None:
+            self.disk.close()
+            self.disk = None
         self._order.clear()
         self._places.clear()
 
@@ -113,10 +146,15 @@ class LeavingGradients:
 
     def _come_back(self, trained: Trained) -> None:
         if trained in self._filled:
-            slot, copy = self.slot(trained)
-            there = gpu_like(slot, trained.leaf.device)
-            self._coming[trained] = there, self._link.to_gpu(slot, there, after=[copy])
+            there = gpu_like(trained.like, trained.leaf.device, self.dtype(trained))
+            self._coming[trained] = there, self.bring({whole(trained): there})
             del self._filled[trained]
+
+    def _slot(self, trained: Trained, dtype: torch.dtype) -> Tensor:
+        slot = self._slots.get(trained)
+        if slot is None or slot.dtype != dtype:
+            slot = self._slots[trained] = host_tensor(self._link, trained.like, dtype)
+        return slot
 
     def _release(self, most: int) -> None:
         while self._leaving and sum(nbytes for _, nbytes in self._leaving) > most:

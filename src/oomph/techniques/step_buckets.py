@@ -106,6 +106,12 @@ class Bucket:
         return list(dict.fromkeys(piece.trained for piece in self.pieces))
 
 
+def whole(trained: Trained) -> Piece:
+    """A parameter as one piece."""
+    count = trained.leaf.numel()
+    return Piece(trained=trained, start=0, stop=count, is_whole=True, is_last=True)
+
+
 def bucket_bytes(weights: int) -> int:
     """A size of bucket for so many bytes of weights: enough for the link, little beside all."""
     return min(max(weights // 64, 1 << 20), LARGEST_BUCKET)

@@ -6,6 +6,7 @@ host wait. The memory of a bucket that left is used again by one that comes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
+from oomph.errors import OomphError
 from oomph.host.link import Copies, Copy, DoneCopy, Pairs
 from oomph.techniques.disk_state import MASTER
 from oomph.techniques.host_tensors import gpu_like
@@ -85,20 +87,15 @@ class StreamedStep:
         self._visits[bucket] = visit
 
     def fetch_gradients(self, bucket: Bucket, gradients: LeavingGradients) -> None:
-        """Begin to bring those of its gradients that are on the host, if nobody did yet."""
+        """Begin to bring those of its gradients that left, if nobody did yet."""
         if bucket in self._gradients:
             return
-        there: dict[Piece, Tensor] = {}
-        pairs: list[tuple[Tensor, Tensor]] = []
-        after: list[Copy] = []
-        for piece in bucket.pieces:
-            if piece.trained in gradients:
-                slot, copy = gradients.slot(piece.trained)
-                source = piece.of(slot)
-                there[piece] = gpu_like(source, piece.trained.leaf.device)
-                pairs.append((source, there[piece]))
-                after.append(copy)
-        self._gradients[bucket] = there, self._link.to_gpu_all(pairs, after)
+        there = {
+            piece: gpu_like(piece.of(trained.like), trained.leaf.device, gradients.dtype(trained))
+            for piece in bucket.pieces
+            if (trained := piece.trained) in gradients
+        }
+        self._gradients[bucket] = there, gradients.bring(there)
 
     @torch.no_grad()
     def step(
@@ -197,10 +194,11 @@ class StreamedStep:
 
     def drop(self) -> None:
         """Forget what came in and was not stepped; it is on the host all the same."""
-        for _, copy in self._gradients.values():
-            copy.wait()
-        for visit in self._visits.values():
-            visit.copy.wait()
+        coming = [copy for _, copy in self._gradients.values()]
+        coming += [visit.copy for visit in self._visits.values()]
+        for copy in coming:
+            with contextlib.suppress(OomphError):  # whoever needs it hears of it when it comes
+                copy.wait()
         self._visits.clear()
         self._gradients.clear()
 
