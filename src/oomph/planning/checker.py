@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oomph.errors import CannotRehearse
-from oomph.estimation import Estimate, judge
+from oomph.estimation import Estimate, judge, surely_fits
 from oomph.gpus import GPU
 from oomph.job import Job
 from oomph.planning.audition import count_parts
@@ -123,7 +123,6 @@ class Checker:
         return verdict, verdict.passed_on(candidate)
 
     def _examine(self, choices: Choices, phases: Sequence[str]) -> tuple[Estimate, Verdict]:
-        """With the settings of the allocator that are better."""
         timeline = rehearse(
             self.job,
             self.gpu,
@@ -136,13 +135,26 @@ class Checker:
         if choices.leaves:
             parts = count_parts(self.job, choices.micro_batch)
             rehearsed = step_effort(timeline, parts).seconds(self.clock)
-        limit = self.limit(choices.leaves)
-        estimate, allocator = self._judge(timeline, "", limit, phases), ""
-        if self.gpu is not None and not (estimate.fits and not estimate.step_retries):
-            expandable = self._judge(timeline, EXPANDABLE, limit, phases)
-            if merit_of(expandable) > merit_of(estimate):
-                estimate, allocator = expandable, EXPANDABLE
+        estimate, allocator = self._judge_best(timeline, self.limit(choices.leaves), phases)
         return estimate, Verdict.of(estimate, rehearsed, allocator)
+
+    def _judge_best(
+        self, timeline: Timeline, limit: int, phases: Sequence[str]
+    ) -> tuple[Estimate, str]:
+        """By the settings of the allocator that are better, and these."""
+        if self.gpu is None:
+            return self._judge(timeline, "", limit, phases), ""
+        plain, expandable = AllocatorSettings.parse(""), None
+        if not surely_fits(timeline, gpu=self.gpu, budget=limit, settings=plain):
+            expandable = self._judge(timeline, EXPANDABLE, limit, phases)
+            if expandable.fits:  # which is better than not to, whatever else the defaults need
+                return expandable, EXPANDABLE
+        estimate = self._judge(timeline, "", limit, phases)
+        if not (estimate.fits and not estimate.step_retries):
+            expandable = expandable or self._judge(timeline, EXPANDABLE, limit, phases)
+            if merit_of(expandable) > merit_of(estimate):
+                return expandable, EXPANDABLE
+        return estimate, ""
 
     def _judge(
         self, timeline: Timeline, settings: str, limit: int, phases: Sequence[str]
