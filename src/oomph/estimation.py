@@ -282,9 +282,7 @@ def _verdict(
     return ("inconclusive", perhaps) if perhaps is not None else ("does_not_fit", Replay(phases={}))
 
 
-def surely_fits(
-    timeline: Timeline, *, gpu: GPU, budget: int, settings: AllocatorSettings
-) -> bool:
+def surely_fits(timeline: Timeline, *, gpu: GPU, budget: int, settings: AllocatorSettings) -> bool:
     """Whether `judge` would say that it fits, and no more: a part of its replays tells."""
     doubt = uncertainty(timeline, gpu, expandable=settings.expandable_segments)
     overhead = device_overhead(gpu)

@@ -38,6 +38,8 @@ FORESEEN = 2
 
 Say = Callable[[str], None]
 Found = tuple[Verdict, Candidate]
+#: Examines a candidate; these choices are likely to come next.
+LookInto = Callable[[Candidate, Sequence[Choices]], Found]
 
 
 @dataclass(kw_only=True)

@@ -48,12 +48,13 @@ from oomph.planning.candidates import (
     way_of,
     with_blocks,
 )
-from oomph.planning.changes import Price, describe_changes, fusing_rounds, price
-from oomph.planning.checker import Checker, Found, Say
+from oomph.planning.changes import describe_changes, fusing_rounds, price, without_each
+from oomph.planning.checker import Checker, Found, LookInto, Say
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
+from oomph.planning.pricing import Pricing
 from oomph.planning.questions import HEAR, PRICE, question
 from oomph.planning.real_clock import RealClock
 from oomph.planning.refining import WORTH_IT, refine
@@ -207,6 +208,7 @@ class Planner:
     _variants: dict[int, tuple[Audition, list[Audition]]] = dataclasses.field(default_factory=dict)
     """By the identity of an audition: itself, and the same with other chunks of the loss."""
     _checker: Checker = dataclasses.field(init=False, repr=False)
+    _pricing: Pricing = dataclasses.field(init=False, repr=False)
     _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
     """By size of micro-batch: what the ways to run it that were not heard take at least."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -265,6 +267,7 @@ class Planner:
             second=self._second,
             say=self.say,
         )
+        self._pricing = Pricing(job=self.job, gpu=self.gpu, clock=self.clock, second=self._second)
 
     def _remember(self, model: nn.Module, optimizer: Any) -> None:
         gpu = self.gpu.name if self.gpu is not None else None
@@ -709,13 +712,13 @@ class Planner:
         to_beat = likely.seconds if likely is not None else math.inf
         stays = None
         if likely is None or not self._is_slow(likely.seconds):
-            stays = self._check_until_one_fits()
+            stays = self._check_until_one_fits(self._checker.look_into)
             if not may_leave or (stays is not None and not self._is_slow(stays[0])):
                 return self._settled(stays[1:] if stays is not None else self._refuse())
             to_beat = stays[0] if stays is not None else math.inf
         self._leaving, self._weights = True, None
         self._hear_all(to_beat=to_beat)
-        found = self._check_until_one_fits()
+        found = self._check_until_one_fits(self._checker.glance_at)
         leaves = found[1:] if found is not None else None
         # With less to copy it may be as fast as its kernels.
         is_refined = leaves is not None and leaves[1].seconds < to_beat
@@ -723,7 +726,7 @@ class Planner:
             leaves = self._refined(*leaves)
         if stays is None and to_beat < math.inf and self._counts(leaves) > to_beat:
             self._leaving = False
-            stays = self._check_until_one_fits()
+            stays = self._check_until_one_fits(self._checker.look_into)
             self._leaving = True
         if stays is None and leaves is not None and leaves[1].choices.waits_on_disk:
             # As slow as a disk is, the leanest that stays on the GPU may be faster.
@@ -786,10 +789,19 @@ class Planner:
         for tried in trials.fastest_first(best)[:MOST_CONFIRMED]:
             found = trials.who_has(tried.choices)
             if not self._checker.was_checked(found[1]):
-                found = self._checker.check(found[1])
+                found = self._check_and_price(found[1])
             if found[0].fits:
                 return found
-        return verdict, candidate
+        # Glances were too kind to all of them.
+        passes = self._check_until_one_fits(self._checker.look_into)
+        return passes[1:] if passes is not None else self._refuse()
+
+    def _check_and_price(self, candidate: Candidate) -> Found:
+        """Its check, while the second process begins to price its changes."""
+        choices = candidate.choices
+        wanted = without_each(self._untouched(), choices)
+        self._pricing.begin_beside_a_check(choices, wanted)
+        return self._checker.check(candidate)
 
     def _staying(self, like: Choices) -> Callable[[Choices], int]:
         """Bytes of state, and of blocks' weights, that others like these leave on the GPU."""
@@ -834,7 +846,7 @@ class Planner:
             return None
         return with_blocks(candidate, min(solved, key=candidate.heard.seconds))
 
-    def _check_until_one_fits(self) -> tuple[float, Verdict, Candidate] | None:
+    def _check_until_one_fits(self, look_into: LookInto) -> tuple[float, Verdict, Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
         rooms = self._rooms()
         best: tuple[float, Verdict, Candidate] | None = None
@@ -855,7 +867,7 @@ class Planner:
             to_beat = best[0] if best is not None else math.inf
             rival = self._rival(rooms, checked, kind_of(candidate.choices), to_beat)
             rivals = [rival.choices] if rival is not None else []
-            verdict, candidate = self._checker.look_into(candidate, rivals)
+            verdict, candidate = look_into(candidate, rivals)
             if verdict.refuses_capture:
                 self._refuses_capture = True
                 self.notes.append("no CUDA graph is captured: the forward reads its data")
@@ -864,7 +876,7 @@ class Planner:
                 # The share of state on the disk is settled; where blocks are offloaded to is not.
                 if not candidate.choices.offloaded:
                     continue
-                verdict, candidate = self._checker.look_into(_offloaded_to_disk(candidate), ())
+                verdict, candidate = look_into(_offloaded_to_disk(candidate), ())
                 if self._missing_on_host(verdict):
                     continue
             if candidate.rehearsed is not None:
@@ -1001,38 +1013,24 @@ class Planner:
 
     def _changes(self, candidate: Candidate, estimate: Estimate) -> tuple[Change, ...]:
         self.say("pricing each change")
-        blocks = {block.path: KEEP for block in self.found.blocks}
-        if self.job.checkpointing == "full":
-            blocks = dict.fromkeys(blocks, RECOMPUTE)
-        before = Choices(
-            precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks
-        )
         return describe_changes(
             self.job,
             self.gpu,
             self.clock,
-            before,
+            self._untouched(),
             candidate.choices,
             estimate.timeline,
-            self._price_all,
+            self._pricing.price_all,
         )
 
-    def _price_all(self, all_choices: Sequence[Choices]) -> list[Price]:
-        """Half of the work here, half of it beside."""
-        here: list[Choices] = []
-        beside: list[Choices] = []
-        for choices in sorted(all_choices, key=_rehearsing, reverse=True):
-            (here if _all_of(here) < _all_of(beside) else beside).append(choices)
-        self._second.ask([question(PRICE, choices) for choices in beside])
-        prices = {str(one): price(self.job, self.gpu, self.clock, one) for one in here}
-        for choices in beside:
-            told = self._second.answer(question(PRICE, choices))
-            prices[str(choices)] = (
-                (told[0], told[1])
-                if told is not None
-                else price(self.job, self.gpu, self.clock, choices)
-            )
-        return [prices[str(choices)] for choices in all_choices]
+    def _untouched(self) -> Choices:
+        """The job as it is."""
+        blocks = {block.path: KEEP for block in self.found.blocks}
+        if self.job.checkpointing == "full":
+            blocks = dict.fromkeys(blocks, RECOMPUTE)
+        return Choices(
+            precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks
+        )
 
     def _report(
         self,
@@ -1097,15 +1095,6 @@ class Planner:
 def _offloaded_to_disk(candidate: Candidate) -> Candidate:
     choices = dataclasses.replace(candidate.choices, offloaded_to="disk")
     return dataclasses.replace(candidate, choices=choices)
-
-
-def _rehearsing(choices: Choices) -> int:
-    """How long a rehearsal of a step takes beside others, about: most of it are ops one by one."""
-    return (1 if choices.compiled else 3) + (3 if choices.optimizer_on == "host" else 0)
-
-
-def _all_of(some: Sequence[Choices]) -> int:
-    return sum(map(_rehearsing, some))
 
 
 def _stepping_later(choices: Choices) -> list[Choices]:

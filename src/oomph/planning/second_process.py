@@ -38,9 +38,14 @@ class SecondProcess:
         self._open: deque[str] = deque()
         self._answers: dict[str, Any] = {}
 
-    def ask(self, questions: Sequence[Any]) -> None:
-        """Have those of them answered meanwhile that are not yet, if it has nothing else to do."""
+    def ask(self, questions: Sequence[Any], *, now: bool = False) -> None:
+        """Have those of them answered meanwhile that are not yet, if it has nothing else to do.
+
+        Or `now`: what it is busy with is given up.
+        """
         self._listen()
+        if now and self._open:
+            self._end_child()
         asked = [
             key for question in questions if (key := json.dumps(question)) not in self._answers
         ]
@@ -61,11 +66,14 @@ class SecondProcess:
 
     def close(self) -> None:
         """End it, whatever it is doing; the next question begins another one."""
+        self._end_child()
+        self._answers.clear()
+
+    def _end_child(self) -> None:
         if self._child is not None:
             self._child.end()
         self._child = None
         self._open.clear()
-        self._answers.clear()
 
     def _listen(self, until: str = "") -> None:
         """Take in the answers that are there, and wait for this one."""

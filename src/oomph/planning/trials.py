@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oomph.planning.candidates import Candidate, Verdict
-from oomph.planning.checker import Found
+from oomph.planning.checker import Found, LookInto
 from oomph.planning.choices import Choices
 from oomph.planning.refining import Tried
 
@@ -20,8 +20,7 @@ from oomph.planning.refining import Tried
 class Trials:
     """Tries choices that leave the GPU, from a candidate that fits."""
 
-    look_into: Callable[[Candidate, Sequence[Choices]], Found]
-    """Checks a candidate; these choices are likely to come next."""
+    look_into: LookInto
     leaner: Callable[[Candidate, int], Candidate | None]
     """The same with so many bytes more room in its blocks, where there is such a way."""
     seconds: Callable[[Verdict, Candidate], float]
