@@ -118,7 +118,7 @@ class Checker:
         """
         told = self.second.answer(question(what, candidate.choices))
         coming = likely[:FORESEEN] if told is None else likely[1 : FORESEEN + 1]
-        self.second.ask([question(what, choices) for choices in coming])
+        self.second.ask([question(what, choices) for choices in coming], instead=True)
         if told is None:
             return None
         verdict = Verdict(*told)

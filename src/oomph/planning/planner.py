@@ -303,7 +303,7 @@ class Planner:
                 return False
             parts = count_parts(self.job, sizes[at])
             least = least_seconds(parts, times, leaves=self._leaving)
-            return least * (1 + WORTH_HEARING) < best
+            return max(least, self._copies_take(parts)) * (1 + WORTH_HEARING) < best
 
         # From one part to two is the largest step where something leaves the GPU.
         for at in range(0, len(sizes), 1 if self._leaving else 2):
@@ -314,6 +314,13 @@ class Planner:
         for at in (best_at - 1, best_at + 1):
             if 0 < at < len(sizes) and at % 2 and not self._leaving and may_win(at):
                 hear(at)
+
+    def _copies_take(self, parts: int) -> float:
+        """Seconds of a step in so many parts, at least, by how little time its copies have."""
+        whole = [one for one in self.heard if one.choices.leaves and one.parts == 1]
+        if not self._leaving or parts == 1:
+            return 0.0
+        return min((one.fastest_in(parts) for one in whole), default=0.0)
 
     def _has_no_room_for_gradients(self, size: int | None) -> bool:
         """Whether parts of this size cannot fit: no step is made before all gradients are there."""
@@ -377,7 +384,8 @@ class Planner:
         if mixed and rounds and not base.compiled:
             bases.append(dataclasses.replace(base, cast_cache=False))
         if precision == "bf16-mixed" and rounds:
-            bases.append(dataclasses.replace(base, weights=MASTERS))
+            # First, so that they are heard here: what leaves the GPU later is like them.
+            bases.insert(0, dataclasses.replace(base, weights=MASTERS))
         # Which weights are better hardly depends on the size: the first one decides.
         if self._weights is not None:
             bases = [one for one in bases if one.weights == self._weights]
@@ -518,9 +526,7 @@ class Planner:
     def _hear_beside(self, bases: Sequence[Choices]) -> None:
         """Have the second process hear those that the first comes to later."""
         if self._leaving:
-            sizes = self._micro_batches()
-            is_whole = bases[0].micro_batch is None and len(sizes) > 1
-            likely = [*bases[1:2], *(self._bases(sizes[1])[:1] if is_whole else ())]
+            likely = bases[1:2]
         else:
             # Steps that come later are mostly known to be slower by then.
             others = [base for base in bases if base.weights != bases[0].weights]
@@ -717,6 +723,7 @@ class Planner:
                 return self._settled(stays[1:] if stays is not None else self._refuse())
             to_beat = stays[0] if stays is not None else math.inf
         self._leaving, self._weights = True, None
+        self._second.close()  # the next one begins with the graphs that were traced here
         self._hear_all(to_beat=to_beat)
         found = self._check_until_one_fits(self._checker.glance_at)
         leaves = found[1:] if found is not None else None

@@ -38,17 +38,17 @@ class SecondProcess:
         self._open: deque[str] = deque()
         self._answers: dict[str, Any] = {}
 
-    def ask(self, questions: Sequence[Any], *, now: bool = False) -> None:
+    def ask(self, questions: Sequence[Any], *, instead: bool = False) -> None:
         """Have those of them answered meanwhile that are not yet, if it has nothing else to do.
 
-        Or `now`: what it is busy with is given up.
+        Or `instead` of what it is busy with, which is given up if it is none of these.
         """
         self._listen()
-        if now and self._open:
-            self._end_child()
         asked = [
             key for question in questions if (key := json.dumps(question)) not in self._answers
         ]
+        if instead and self._open and asked and self._open[0] not in asked:
+            self._end_child()
         if self._open or not asked or not self._is_usable:
             return
         if self._child is None:
