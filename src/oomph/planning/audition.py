@@ -88,11 +88,15 @@ class Audition:
         """Seconds of a step if memory did not matter, at least."""
         return self._seconds(self._fastest_blocks)
 
-    def fastest_in(self, parts: int) -> float:
-        """The same in more micro-batches, at least: only the last has state come and leave."""
-        whole = self._whole(self._fastest_blocks)
+    def fastest_with(self, *, parts: int, late: float) -> float:
+        """The same in more micro-batches, or with fewer buckets of state ahead, at least.
+
+        The kernels are the same, but only the last part has state come and leave.
+        """
+        assert self.copies is not None
+        copies = dataclasses.replace(self.copies, late=late)
         part = (self._fastest_blocks + self.others).seconds * self.parts / parts
-        return whole.seconds + (self.copies.exposed(part, parts) if self.copies else 0.0)
+        return self._whole(self._fastest_blocks).seconds + copies.exposed(part, parts)
 
     @property
     def waits_for_launches(self) -> bool:
@@ -285,14 +289,12 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         # What is stepped is copied to the host while forward and backward run.
         copies = _copies(base, parts, LinkRates.of(gpu), window=1.0, late=0.0)
     if gpu is not None and choices.leaves:
-        in_backward = job.clip_norm is None and choices.precision != "fp16-mixed"
-        early = choices.state_ahead / buckets_of_a_block(found, choices)
         copies = _copies(
             base,
             parts,
             LinkRates.of(gpu),
-            window=1 - FORWARD_SHARE if in_backward else FORWARD_SHARE,
-            late=max(1 - early, 0.0) if in_backward else 0.0,
+            window=1 - FORWARD_SHARE if _steps_in_backward(job, choices) else FORWARD_SHARE,
+            late=late_state(job, found, choices),
         )
 
     def result(choices: Choices, launch: float) -> Audition:
@@ -322,6 +324,17 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         more = GRADIENT_BYTES * found.trainable
         graphed = dataclasses.replace(graphed, chain=graphed.chain.raised(more))
     return dataclasses.replace(as_heard, graphed=graphed)
+
+
+def late_state(job: Job, found: Survey, choices: Choices) -> float:
+    """The share of state that cannot be on its way before a block's gradients are complete."""
+    early = choices.state_ahead / buckets_of_a_block(found, choices)
+    return max(1 - early, 0.0) if _steps_in_backward(job, choices) else 0.0
+
+
+def _steps_in_backward(job: Job, choices: Choices) -> bool:
+    """Whether an optimizer on the host steps what is complete before all is."""
+    return job.clip_norm is None and choices.precision != "fp16-mixed"
 
 
 def buckets_of_a_block(found: Survey, choices: Choices) -> int:

@@ -32,6 +32,7 @@ from oomph.planning.audition import (
     audition,
     buckets_of_a_block,
     count_parts,
+    late_state,
 )
 from oomph.planning.audition_json import from_plain, to_plain
 from oomph.planning.block_timer import BlockTimer
@@ -303,7 +304,10 @@ class Planner:
                 return False
             parts = count_parts(self.job, sizes[at])
             least = least_seconds(parts, times, leaves=self._leaving)
-            return max(least, self._copies_take(parts)) * (1 + WORTH_HEARING) < best
+            if self._leaving and parts > 1:
+                told = (self._told_by_whole(base) for base in self._bases(sizes[at]))
+                least = max(least, min(told, default=math.inf))
+            return least * (1 + WORTH_HEARING) < best
 
         # From one part to two is the largest step where something leaves the GPU.
         for at in range(0, len(sizes), 1 if self._leaving else 2):
@@ -314,13 +318,6 @@ class Planner:
         for at in (best_at - 1, best_at + 1):
             if 0 < at < len(sizes) and at % 2 and not self._leaving and may_win(at):
                 hear(at)
-
-    def _copies_take(self, parts: int) -> float:
-        """Seconds of a step in so many parts, at least, by how little time its copies have."""
-        whole = [one for one in self.heard if one.choices.leaves and one.parts == 1]
-        if not self._leaving or parts == 1:
-            return 0.0
-        return min((one.fastest_in(parts) for one in whole), default=0.0)
 
     def _has_no_room_for_gradients(self, size: int | None) -> bool:
         """Whether parts of this size cannot fit: no step is made before all gradients are there."""
@@ -334,8 +331,14 @@ class Planner:
         """Whether the weights and gradients that do not leave the GPU cannot fit it."""
         if not base.leaves or not self._gradients_wait(base) or base.gradient_room is not None:
             return False
-        stays = self._staying(base)(base) + LEAST_GRADIENT * self.found.trainable
-        return stays > self._rooms()[kind_of(base)]
+        lasting = [
+            one.lasting
+            for one in self.heard
+            if one.choices.leaves and one.choices.weights == base.weights
+            if one.choices.weights_away == base.weights_away
+        ]
+        stays = max(self._staying(base)(base), *lasting[:1], 0)
+        return stays + self._gradient_bytes(base) > self._rooms()[kind_of(base)]
 
     def _gradients_wait(self, base: Choices) -> bool:
         """Whether gradients are complete late, as those that are added up or clipped."""
@@ -506,7 +509,7 @@ class Planner:
             if self._is_slower_later(heard, base):
                 continue
             before = next((one for one in self.heard if one.choices == base), None)
-            least = self._takes_at_least(heard, base)
+            least = max(self._takes_at_least(heard, base), self._told_by_whole(base))
             # Parts of a batch add their gradients up on the way: copies cost them more, not less.
             hopeless = to_beat if base.micro_batch is not None else HOPELESS * to_beat
             if before is None and least > hopeless:
@@ -546,6 +549,18 @@ class Planner:
             (min(variant.fastest for variant in self._chunked(one)) for one in alike), default=0.0
         )
 
+    def _told_by_whole(self, base: Choices) -> float:
+        """Seconds of a step in parts, at least, by what was heard of the whole batch."""
+        parts = count_parts(self.job, base.micro_batch)
+        late = late_state(self.job, self.found, base)
+        whole = [
+            one.fastest_with(parts=parts, late=late)
+            for one in self.heard
+            if one.choices.leaves and one.parts == 1 and not one.waits_for_launches
+            if leaves_no_more(dataclasses.replace(one.choices, **_size_of(base)), base)
+        ]
+        return max(whole, default=0.0)
+
     def _is_fast_enough(self, heard: list[Audition], weights: Weights) -> bool:
         """Whether nothing is gained by what leaves the GPU beside all that left it in these."""
         rooms = self._rooms()
@@ -558,8 +573,9 @@ class Planner:
 
     def _comes_too_late(self, heard: list[Audition], base: Choices) -> bool:
         """Whether state waits for longer than what others take, even with more of it ahead."""
+        late = late_state(self.job, self.found, base)
         like = [
-            one.fastest
+            one.fastest_with(parts=one.parts, late=late)
             for one in heard
             if one.choices.state_ahead > base.state_ahead
             and dataclasses.replace(one.choices, state_ahead=base.state_ahead) == base
@@ -1102,6 +1118,11 @@ class Planner:
 def _offloaded_to_disk(candidate: Candidate) -> Candidate:
     choices = dataclasses.replace(candidate.choices, offloaded_to="disk")
     return dataclasses.replace(candidate, choices=choices)
+
+
+def _size_of(base: Choices) -> dict[str, Any]:
+    """What goes with a size of micro-batch."""
+    return {"micro_batch": base.micro_batch, "loss_chunk": base.loss_chunk}
 
 
 def _stepping_later(choices: Choices) -> list[Choices]:
