@@ -88,13 +88,20 @@ class Audition:
         """Seconds of a step if memory did not matter, at least."""
         return self._seconds(self._fastest_blocks)
 
-    def fastest_with(self, *, parts: int, late: float) -> float:
-        """The same in more micro-batches, or with fewer buckets of state ahead, at least.
+    def fastest_with(self, *, parts: int, late: float, gradients: int = 0) -> float:
+        """Of the whole batch, the same in parts, with less state ahead, with gradients away.
 
-        The kernels are the same, but only the last part has state come and leave.
+        The kernels are the same, but only the last part has state come and leave. So many bytes of
+        gradients leave in each part, and come with the state.
         """
         assert self.copies is not None
-        copies = dataclasses.replace(self.copies, late=late)
+        rates = self.copies.rates
+        copies = dataclasses.replace(
+            self.copies,
+            part=self.copies.part + gradients / rates.out,
+            step=self.copies.step + gradients / rates.back,
+            late=late,
+        )
         part = (self._fastest_blocks + self.others).seconds * self.parts / parts
         return self._whole(self._fastest_blocks).seconds + copies.exposed(part, parts)
 

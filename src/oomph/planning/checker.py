@@ -54,6 +54,8 @@ class Checker:
     say: Say
     _checked: dict[str, Estimate] = field(default_factory=dict)
     """By choices: what checks made here found."""
+    _glanced: dict[str, Verdict] = field(default_factory=dict)
+    """By what was asked: what glances made here found."""
 
     @property
     def hidden(self) -> int:
@@ -76,12 +78,23 @@ class Checker:
 
     def glance_at(self, candidate: Candidate, likely: Sequence[Choices]) -> Found:
         """The same of the step alone, which is quicker and no proof."""
-        told = self._told_of(candidate, GLANCE, likely)
-        if told is not None:
-            return told
-        self.say("trying a plan by rehearsing its step")
-        _, verdict = self._examine(candidate.choices, AT_A_GLANCE)
+        # What the second process would come to only when all is waited for is looked at meanwhile.
+        for choices in likely[:1]:
+            if self.second.comes_to_later(question(GLANCE, choices)):
+                self._glance(choices)
+        if str(question(GLANCE, candidate.choices)) not in self._glanced:
+            told = self._told_of(candidate, GLANCE, likely)
+            if told is not None:
+                return told
+        verdict = self._glance(candidate.choices)
         return verdict, verdict.passed_on(candidate)
+
+    def _glance(self, choices: Choices) -> Verdict:
+        key = str(question(GLANCE, choices))
+        if key not in self._glanced:
+            self.say("trying a plan by rehearsing its step")
+            self._glanced[key] = self._examine(choices, AT_A_GLANCE)[1]
+        return self._glanced[key]
 
     def check(self, candidate: Candidate) -> Found:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""

@@ -306,7 +306,7 @@ class Planner:
             least = least_seconds(parts, times, leaves=self._leaving)
             if self._leaving and parts > 1:
                 told = (self._told_by_whole(base) for base in self._bases(sizes[at]))
-                least = max(least, min(told, default=math.inf))
+                return max(least, min(told, default=math.inf)) < WORTH_IT * best
             return least * (1 + WORTH_HEARING) < best
 
         # From one part to two is the largest step where something leaves the GPU.
@@ -550,16 +550,23 @@ class Planner:
         )
 
     def _told_by_whole(self, base: Choices) -> float:
-        """Seconds of a step in parts, at least, by what was heard of the whole batch."""
+        """Seconds of a step in parts, about, by what was heard of the whole batch."""
         parts = count_parts(self.job, base.micro_batch)
+        if not base.leaves or parts == 1:
+            return 0.0
         late = late_state(self.job, self.found, base)
-        whole = [
-            one.fastest_with(parts=parts, late=late)
-            for one in self.heard
-            if one.choices.leaves and one.parts == 1 and not one.waits_for_launches
-            if leaves_no_more(dataclasses.replace(one.choices, **_size_of(base)), base)
-        ]
-        return max(whole, default=0.0)
+        room = base.gradient_room
+        away = self._gradient_bytes(base) - room if room is not None else 0
+        return max(
+            (
+                one.fastest_with(parts=parts, late=late, gradients=away)
+                for one in self.heard
+                if one.choices.leaves and one.parts == 1 and not one.waits_for_launches
+                if one.choices.gradient_room is None
+                if leaves_no_more(dataclasses.replace(one.choices, **_size_of(base)), base)
+            ),
+            default=0.0,
+        )
 
     def _is_fast_enough(self, heard: list[Audition], weights: Weights) -> bool:
         """Whether nothing is gained by what leaves the GPU beside all that left it in these."""

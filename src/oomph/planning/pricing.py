@@ -55,7 +55,7 @@ class Pricing:
         """Ask for half of the work; so much of it is done here in any case."""
         self._beside, beside = [], 0
         for one in sorted(wanted, key=_effort, reverse=True):
-            if here < beside:
+            if here <= beside:
                 here += _effort(one)
             else:
                 beside += _effort(one)

@@ -64,6 +64,11 @@ class SecondProcess:
         self._listen(until=key)
         return self._answers.get(key)
 
+    def comes_to_later(self, question: Any) -> bool:
+        """Whether it is asked that, and busy with something else."""
+        self._listen()
+        return json.dumps(question) in list(self._open)[1:]
+
     def close(self) -> None:
         """End it, whatever it is doing; the next question begins another one."""
         self._end_child()
