@@ -93,8 +93,8 @@ PRICES = (0.0, 0.5, 1.0)
 DEAR = 1e-6
 #: Buckets of state that are on their way at least.
 LEAST_AHEAD = 2
-#: Bytes of a parameter's gradient, at least.
-LEAST_GRADIENT = 2
+#: Bytes of a parameter's gradient, at least, and where it has a master in fp32.
+LEAST_GRADIENT, MASTER_GRADIENT = 2, 4
 #: Bytes of a parameter and its state, as Adam has it, that a run copies to step inside backward.
 UNDO_BYTES = 12
 #: What it takes to give cached memory back and ask for it anew: an H200 stood idle for 9 and for
@@ -338,7 +338,8 @@ class Planner:
             if one.choices.weights_away == base.weights_away
         ]
         stays = max(self._staying(base)(base), *lasting[:1], 0)
-        return stays + self._gradient_bytes(base) > self._rooms()[kind_of(base)]
+        each = MASTER_GRADIENT if base.weights == MASTERS else LEAST_GRADIENT
+        return stays + each * self.found.trainable > self._rooms()[kind_of(base)]
 
     def _gradients_wait(self, base: Choices) -> bool:
         """Whether gradients are complete late, as those that are added up or clipped."""
