@@ -89,9 +89,9 @@ def refine(
         for done, move in enumerate(moves):
             if done and climb is _smaller_loss and not best.cleans:
                 break
-            # It is made for that, or the rule; where neither, one of its like helped before.
+            # It is made for that, or the rule; else one of its like did, where more of it may help.
             once = (climb is _smaller_loss and best.cleans) or (climb in mostly_once and not done)
-            helps = once or (done > 0 and climb not in mostly_once)
+            helps = once or (done > 0 and climb not in (*mostly_once, _share))
             coming = moves[done : done + 1] if once else moves[done:]
             foresee(_likely(best, coming, climbs[at + 1 :], helps=helps))
             found = attempt(move(best.choices))
