@@ -50,7 +50,7 @@ from oomph.planning.candidates import (
     with_blocks,
 )
 from oomph.planning.changes import describe_changes, fusing_rounds, price, without_each
-from oomph.planning.checker import Checker, Found, LookInto, Say
+from oomph.planning.checker import Checker, Found, Say
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
@@ -742,14 +742,14 @@ class Planner:
         to_beat = likely.seconds if likely is not None else math.inf
         stays = None
         if likely is None or not self._is_slow(likely.seconds):
-            stays = self._check_until_one_fits(self._checker.look_into)
+            stays = self._check_until_one_fits()
             if not may_leave or (stays is not None and not self._is_slow(stays[0])):
                 return self._settled(stays[1:] if stays is not None else self._refuse())
             to_beat = stays[0] if stays is not None else math.inf
         self._leaving, self._weights = True, None
         self._second.close()  # the next one begins with the graphs that were traced here
         self._hear_all(to_beat=to_beat)
-        found = self._check_until_one_fits(self._checker.glance_at)
+        found = self._check_until_one_fits()
         leaves = found[1:] if found is not None else None
         # With less to copy it may be as fast as its kernels.
         is_refined = leaves is not None and leaves[1].seconds < to_beat
@@ -757,7 +757,7 @@ class Planner:
             leaves = self._refined(*leaves)
         if stays is None and to_beat < math.inf and self._counts(leaves) > to_beat:
             self._leaving = False
-            stays = self._check_until_one_fits(self._checker.look_into)
+            stays = self._check_until_one_fits()
             self._leaving = True
         if stays is None and leaves is not None and leaves[1].choices.waits_on_disk:
             # As slow as a disk is, the leanest that stays on the GPU may be faster.
@@ -823,9 +823,7 @@ class Planner:
                 found = self._check_and_price(found[1])
             if found[0].fits:
                 return found
-        # Glances were too kind to all of them.
-        passes = self._check_until_one_fits(self._checker.look_into)
-        return passes[1:] if passes is not None else self._refuse()
+        return verdict, candidate
 
     def _check_and_price(self, candidate: Candidate) -> Found:
         """Its check, while the second process begins to price its changes."""
@@ -877,7 +875,7 @@ class Planner:
             return None
         return with_blocks(candidate, min(solved, key=candidate.heard.seconds))
 
-    def _check_until_one_fits(self, look_into: LookInto) -> tuple[float, Verdict, Candidate] | None:
+    def _check_until_one_fits(self) -> tuple[float, Verdict, Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""
         rooms = self._rooms()
         best: tuple[float, Verdict, Candidate] | None = None
@@ -898,7 +896,7 @@ class Planner:
             to_beat = best[0] if best is not None else math.inf
             rival = self._rival(rooms, checked, kind_of(candidate.choices), to_beat)
             rivals = [rival.choices] if rival is not None else []
-            verdict, candidate = look_into(candidate, rivals)
+            verdict, candidate = self._checker.look_into(candidate, rivals)
             if verdict.refuses_capture:
                 self._refuses_capture = True
                 self.notes.append("no CUDA graph is captured: the forward reads its data")
@@ -907,7 +905,7 @@ class Planner:
                 # The share of state on the disk is settled; where blocks are offloaded to is not.
                 if not candidate.choices.offloaded:
                     continue
-                verdict, candidate = look_into(_offloaded_to_disk(candidate), ())
+                verdict, candidate = self._checker.look_into(_offloaded_to_disk(candidate), ())
                 if self._missing_on_host(verdict):
                     continue
             if candidate.rehearsed is not None:
