@@ -274,13 +274,31 @@ def _verdict(
         return "fits", Replay(phases={})
     if gpu is None:
         return ("fits" if peak.allocated <= budget else "does_not_fit"), Replay(phases={})
-    sure = int((budget - overhead.high - doubt.unchecked) / (1 + doubt.reserved))
-    surely = replay_within(timeline, settings, sure, doubtful=2.0)
+    surely = _replay_surely(timeline, settings, budget, overhead, doubt)
     if surely is not None:
         return "fits", surely
     lucky = int((budget - overhead.low) / (1 - doubt.reserved))
     perhaps = replay_within(timeline, settings, lucky, doubtful=0.0)
     return ("inconclusive", perhaps) if perhaps is not None else ("does_not_fit", Replay(phases={}))
+
+
+def surely_fits(timeline: Timeline, *, gpu: GPU, budget: int, settings: AllocatorSettings) -> bool:
+    """Whether `judge` would say that it fits, and no more: a part of its replays tells."""
+    doubt = uncertainty(timeline, gpu, expandable=settings.expandable_segments)
+    overhead = device_overhead(gpu)
+    return _replay_surely(timeline, settings, budget, overhead, doubt) is not None
+
+
+def _replay_surely(
+    timeline: Timeline,
+    settings: AllocatorSettings,
+    budget: int,
+    overhead: DeviceOverhead,
+    doubt: Uncertainty,
+) -> Replay | None:
+    """What happens within the budget with the most that the interval allows for, if it fits."""
+    sure = int((budget - overhead.high - doubt.unchecked) / (1 + doubt.reserved))
+    return replay_within(timeline, settings, sure, doubtful=2.0)
 
 
 def _smallest_budget(

@@ -1,20 +1,24 @@
-"""Who examines choices: the second process, if it was asked for them in time."""
+"""Who examines choices, here or in the second process, and by which settings they are judged."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from oomph.gpus import find_gpu
 from oomph.job import Job
-from oomph.planning.candidates import Candidate
+from oomph.planning.candidates import Candidate, Verdict, merit_of
 from oomph.planning.checker import FORESEEN, Checker
 from oomph.planning.choices import Choices
 from oomph.planning.questions import GLANCE, question
+from oomph.rehearsal.timeline import Block, Span, Timeline
+from oomph.techniques.allocator_settings import EXPANDABLE
 from oomph.timing.clock import Clock
+from oomph.units import MIB
 
 HERE = Choices(optimizer_on="host")
 COMING = [dataclasses.replace(HERE, gpu_share=share) for share in (0.1, 0.2, 0.3, 0.4)]
@@ -30,17 +34,23 @@ class Second:
     def answer(self, question: Any) -> Any:
         return self.known
 
-    def ask(self, questions: list[Any]) -> None:
+    def ask(self, questions: list[Any], *, instead: bool = False) -> None:
         self.asked = questions
 
 
-def told(second: Any) -> Any:
+def checker(second: Any, budget: int = 1) -> Checker:
     gpu, nothing = find_gpu("h200"), lambda _: None
     job = Job(nn.Identity, nn.MSELoss(), "adamw", (torch.ones(1, 1), torch.ones(1, 1)))
-    checker = Checker(job=job, gpu=gpu, clock=Clock.of(gpu), budget=1, second=second, say=nothing)
+    return Checker(job=job, gpu=gpu, clock=Clock.of(gpu), budget=budget, second=second, say=nothing)
+
+
+def candidate(choices: Choices = HERE) -> Candidate:
     empty: Any = None
-    candidate = Candidate(seconds=1.0, number=0, heard=empty, solution=empty, choices=HERE)
-    return checker._told_of(candidate, GLANCE, COMING)
+    return Candidate(seconds=1.0, number=0, heard=empty, solution=empty, choices=choices)
+
+
+def told(second: Any) -> Any:
+    return checker(second)._told_of(candidate(), GLANCE, COMING)
 
 
 def test_what_comes_next_is_examined_beside_what_is_examined_here() -> None:
@@ -54,6 +64,61 @@ def test_what_was_examined_beside_leaves_the_next_to_be_examined_here() -> None:
     verdict, candidate = told(second)
     assert verdict.fits and candidate.choices == HERE
     assert second.asked == [question(GLANCE, one) for one in COMING[1 : FORESEEN + 1]]
+
+
+class Busy(Second):
+    """Examines what it was asked first, and would come to all else afterwards."""
+
+    def comes_to_later(self, asked: Any) -> bool:
+        return bool(asked != question(GLANCE, HERE))
+
+
+def test_what_would_be_waited_for_next_is_glanced_at_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Choices] = []
+    verdict = Verdict(True, 100, 0, 7, 1.0, "", False)
+
+    def examine(_: Checker, choices: Choices, phases: Any) -> Any:
+        seen.append(choices)
+        return None, verdict
+
+    monkeypatch.setattr(Checker, "_examine", examine)
+    one = checker(Busy(tuple(verdict)))
+    assert one.glance_at(candidate(), COMING)[1].choices == HERE
+    assert seen == COMING[:1], "what the second process is busy with was not looked at here"
+    assert one.glance_at(candidate(COMING[0]), COMING[1:])[1].choices == COMING[0]
+    assert seen == COMING[:2], "nor was anything looked at twice"
+
+
+SMALL, LARGE = 10 * MIB, 30 * MIB
+
+
+def fragmented() -> Timeline:
+    """Blocks of which every second is freed, and one that finds no room between the others."""
+    timeline = Timeline()
+    sizes = [SMALL] * 16 + [LARGE] * 2
+    for at, size in enumerate(sizes):
+        death = 16 + at if at < 16 and at % 2 else None
+        timeline.blocks.append(
+            Block(size=size, birth=at if at < 16 else 40 + at, death=death, op="aten.mm.default")
+        )
+    timeline.events = 100
+    timeline.spans.append(Span("step", 0, 100))
+    return timeline
+
+
+@pytest.mark.parametrize("spare", range(0, 200, 10))
+def test_the_better_settings_of_the_allocator_are_found_without_judging_both(spare: int) -> None:
+    timeline, phases = fragmented(), ("step",)
+    one = checker(None)
+    limit = one.hidden + 100 * MIB + spare * MIB
+    estimates = [one._judge(timeline, settings, limit, phases) for settings in ("", EXPANDABLE)]
+    plain, expandable = estimates
+    wins = not (plain.fits and not plain.step_retries) and merit_of(expandable) > merit_of(plain)
+    best, settings = one._judge_best(timeline, limit, phases)
+    assert settings == (EXPANDABLE if wins else "")
+    assert best == (expandable if wins else plain)
 
 
 def test_the_allocators_settings_are_part_of_no_question() -> None:

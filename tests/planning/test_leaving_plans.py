@@ -17,7 +17,7 @@ from oomph.gpus import find_gpu
 from oomph.gpus.profile import Profile, save_profile
 from oomph.job import Job
 from oomph.planning import planner, questions, second_process, solver
-from oomph.planning.audition import Copies, audition
+from oomph.planning.audition import Copies, audition, buckets_of_a_block, late_state
 from oomph.planning.checker import AT_A_GLANCE, Checker
 from oomph.planning.choices import Choices
 from oomph.planning.effort import peak_allocated, step_effort
@@ -115,7 +115,7 @@ def test_what_seemed_to_fit_at_a_glance_is_checked_before_it_is_a_plan(
         checks.append(str(choices))
         return estimate, verdict._replace(fits=verdict.fits and str(choices) not in glances)
 
-    monkeypatch.setattr(SecondProcess, "ask", lambda *_: None)
+    monkeypatch.setattr(SecondProcess, "ask", lambda *_, **__: None)
     monkeypatch.setattr(Checker, "_examine", doubt)
     budget = device_overhead(H200).high + int(2.6 * weights())
     made = plan(job(), gpu=H200, budget=budget, allow="exact", compile_blocks=False)
@@ -283,6 +283,31 @@ def test_what_blocks_move_leaves_less_time_for_state() -> None:
 
 def test_state_that_cannot_come_ahead_is_waited_for_however_long_backward_is() -> None:
     assert copies(late=0.5).exposed(9.0, 1) == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"micro_batch": 4},
+        {"micro_batch": 2},
+        {"micro_batch": 4, "gradient_room": 0},
+        {"state_ahead": 2},
+    ],
+    ids=str,
+)
+def test_the_whole_batch_tells_what_its_parts_take(changed: dict[str, Any]) -> None:
+    clock = dataclasses.replace(Clock.of(H200), launch=0.0)  # so small a model waits for launches
+    found = survey(job(), H200, clock, lambda *_: None)
+    base = Choices(optimizer_on="host", state_ahead=buckets_of_a_block(found, Choices()))
+    other = dataclasses.replace(base, **changed)
+    whole, parts = (audition(job(), H200, clock, found, one) for one in (base, other))
+    told = whole.fastest_with(
+        parts=parts.parts,
+        late=late_state(job(), found, other),
+        gradients=weights() if other.gradient_room == 0 else 0,
+    )
+    assert told > whole.fastest, "else nothing is told"
+    assert 0.85 * parts.fastest < told < 1.01 * parts.fastest
 
 
 def without_its_time(made: Plan) -> dict[str, Any]:

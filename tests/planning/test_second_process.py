@@ -73,6 +73,30 @@ def test_while_it_is_busy_it_takes_no_questions(begin: Begin) -> None:
     assert second.answer(0.1) == 0.1
 
 
+def test_asked_instead_it_gives_up_what_is_none_of_it(begin: Begin) -> None:
+    second = begin(lambda seconds: (time.sleep(seconds), seconds)[1])
+    second.ask([0.0])
+    assert second.answer(0.0) == 0.0
+    second.ask([3600, 0.1])
+    second.ask([0.1], instead=True)
+    assert second.answer(0.1) == 0.1
+    assert second.answer(3600) is None
+    second.ask([0.2])
+    busy = second._child
+    second.ask([0.3, 0.2], instead=True)
+    assert second._child is busy, "it is busy with one of them"
+    assert second.answer(0.2) == 0.2
+    assert second.answer(0.0) == 0.0, "what was answered before is not forgotten"
+
+
+def test_it_comes_to_one_question_after_the_other(begin: Begin) -> None:
+    second = begin(time.sleep)
+    second.ask([3600, 3601])
+    assert second.comes_to_later(3601)
+    assert not second.comes_to_later(3600)
+    assert not second.comes_to_later("what it was not asked")
+
+
 def test_answers_larger_than_a_pipe_come_whole(begin: Begin) -> None:
     second = begin(lambda size: "x" * size)
     second.ask([300_000, 200_000])

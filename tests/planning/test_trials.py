@@ -94,6 +94,17 @@ def test_what_comes_next_is_asked_for_beside_as_it_will_be_tried() -> None:
     assert machine.asked_beside[-1] == others, "not what is tried here itself"
 
 
+def test_what_builds_on_what_is_tried_is_asked_for_with_its_blocks() -> None:
+    machine = Machine()
+    stays = dataclasses.replace(START, gpu_share=0.2)
+    on_top = dataclasses.replace(stays, host_share=0.2)
+    beside = dataclasses.replace(START, host_share=0.2)
+    machine.trials.foresee([stays, on_top, beside])
+    found = machine.trials.attempt(stays)
+    assert found is not None and found.choices.blocks == LEAN
+    assert machine.asked_beside[-1] == [dataclasses.replace(on_top, blocks=LEAN), beside]
+
+
 def test_what_fits_is_named_from_the_best_on() -> None:
     machine = Machine()
     tried = [

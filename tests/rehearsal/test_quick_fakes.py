@@ -36,10 +36,13 @@ NEW: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.empty.memory_format, ([3, 2],), CPU),
     (aten.empty_strided.default, ([3, 2], [1, 3]), {"dtype": torch.bfloat16, **CPU}),
     (aten.zeros.default, ([],), {"dtype": torch.float64, **CPU}),
+    (aten.full.default, ([3], 0.5), {"dtype": torch.bfloat16, **CPU}),
 ]
 COPIES: list[tuple[Any, dict[str, Any]]] = [
     (aten._to_copy.default, {"dtype": torch.float16}),
     (aten._to_copy.default, {"memory_format": torch.contiguous_format, **CPU}),
+    (aten.clone.default, {}),
+    (aten.clone.default, {"memory_format": torch.contiguous_format}),
     (aten.empty_like.default, {}),
     (aten.zeros_like.default, {"dtype": torch.int64, **CPU}),
 ]
@@ -141,6 +144,10 @@ def test_computed_it_is_what_pytorch_computes_or_left_to_it(
             quick_ones += 1
             assert seen(quick) == seen(func(*args))
     assert quick_ones
+
+
+def test_a_number_whose_type_is_not_named_is_left_to_pytorch(mode: FakeTensorMode) -> None:
+    assert quick_fake(aten.full.default, ([3], 1), CPU) is NotImplemented
 
 
 def test_a_product_of_matrices_is_the_one_pytorch_makes(mode: FakeTensorMode) -> None:

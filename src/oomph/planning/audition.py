@@ -88,6 +88,23 @@ class Audition:
         """Seconds of a step if memory did not matter, at least."""
         return self._seconds(self._fastest_blocks)
 
+    def fastest_with(self, *, parts: int, late: float, gradients: int = 0) -> float:
+        """Of the whole batch, the same in parts, with less state ahead, with gradients away.
+
+        The kernels are the same, but only the last part has state come and leave. So many bytes of
+        gradients leave in each part, and come with the state.
+        """
+        assert self.copies is not None
+        rates = self.copies.rates
+        copies = dataclasses.replace(
+            self.copies,
+            part=self.copies.part + gradients / rates.out,
+            step=self.copies.step + gradients / rates.back,
+            late=late,
+        )
+        part = (self._fastest_blocks + self.others).seconds * self.parts / parts
+        return self._whole(self._fastest_blocks).seconds + copies.exposed(part, parts)
+
     @property
     def waits_for_launches(self) -> bool:
         """Whether the card waits for the host, which launches later than the card computes."""
@@ -279,14 +296,12 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         # What is stepped is copied to the host while forward and backward run.
         copies = _copies(base, parts, LinkRates.of(gpu), window=1.0, late=0.0)
     if gpu is not None and choices.leaves:
-        in_backward = job.clip_norm is None and choices.precision != "fp16-mixed"
-        early = choices.state_ahead / buckets_of_a_block(found, choices)
         copies = _copies(
             base,
             parts,
             LinkRates.of(gpu),
-            window=1 - FORWARD_SHARE if in_backward else FORWARD_SHARE,
-            late=max(1 - early, 0.0) if in_backward else 0.0,
+            window=1 - FORWARD_SHARE if _steps_in_backward(job, choices) else FORWARD_SHARE,
+            late=late_state(job, found, choices),
         )
 
     def result(choices: Choices, launch: float) -> Audition:
@@ -316,6 +331,17 @@ def audition(job: Job, gpu: GPU | None, clock: Clock, found: Survey, choices: Ch
         more = GRADIENT_BYTES * found.trainable
         graphed = dataclasses.replace(graphed, chain=graphed.chain.raised(more))
     return dataclasses.replace(as_heard, graphed=graphed)
+
+
+def late_state(job: Job, found: Survey, choices: Choices) -> float:
+    """The share of state that cannot be on its way before a block's gradients are complete."""
+    early = choices.state_ahead / buckets_of_a_block(found, choices)
+    return max(1 - early, 0.0) if _steps_in_backward(job, choices) else 0.0
+
+
+def _steps_in_backward(job: Job, choices: Choices) -> bool:
+    """Whether an optimizer on the host steps what is complete before all is."""
+    return job.clip_norm is None and choices.precision != "fp16-mixed"
 
 
 def buckets_of_a_block(found: Survey, choices: Choices) -> int:

@@ -55,13 +55,9 @@ def describe_changes(
     if with_even_parts(job, after.micro_batch) is not job:
         # Timed as the others are: by parts of one size.
         with_all = price(job, gpu, clock, after)
-    changed = [
-        one
-        for one in _differences(after)
-        if getattr(before, one.field) != getattr(after, one.field)
-    ]
+    changed = _changed(before, after)
     without = [_undone(one, before, after) for one in changed]
-    others = [choices for choices in without if choices != after]
+    others = without_each(before, after)
     one_by_one = (price(job, gpu, clock, choices) for choices in others)
     prices = iter(one_by_one if price_all is None else price_all(others))
     changes = []
@@ -78,6 +74,12 @@ def describe_changes(
             )
         )
     return tuple(changes)
+
+
+def without_each(before: Choices, after: Choices) -> list[Choices]:
+    """`after` without one of its differences, for each that makes one to a rehearsal."""
+    without = [_undone(one, before, after) for one in _changed(before, after)]
+    return [choices for choices in without if choices != after]
 
 
 def price(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Price:
@@ -97,6 +99,14 @@ def price(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Price:
 def _taken(job: Job, clock: Clock, choices: Choices, timeline: Timeline) -> Price:
     parts = count_parts(job, choices.micro_batch)
     return peak_taken(timeline), step_effort(timeline, parts).seconds(clock)
+
+
+def _changed(before: Choices, after: Choices) -> list[_Difference]:
+    return [
+        one
+        for one in _differences(after)
+        if getattr(before, one.field) != getattr(after, one.field)
+    ]
 
 
 def _undone(one: _Difference, before: Choices, after: Choices) -> Choices:

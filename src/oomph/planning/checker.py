@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oomph.errors import CannotRehearse
-from oomph.estimation import Estimate, judge
+from oomph.estimation import Estimate, judge, surely_fits
 from oomph.gpus import GPU
 from oomph.job import Job
 from oomph.planning.audition import count_parts
@@ -38,6 +38,8 @@ FORESEEN = 2
 
 Say = Callable[[str], None]
 Found = tuple[Verdict, Candidate]
+#: Examines a candidate; these choices are likely to come next.
+LookInto = Callable[[Candidate, Sequence[Choices]], Found]
 
 
 @dataclass(kw_only=True)
@@ -52,6 +54,8 @@ class Checker:
     say: Say
     _checked: dict[str, Estimate] = field(default_factory=dict)
     """By choices: what checks made here found."""
+    _glanced: dict[str, Verdict] = field(default_factory=dict)
+    """By what was asked: what glances made here found."""
 
     @property
     def hidden(self) -> int:
@@ -74,12 +78,23 @@ class Checker:
 
     def glance_at(self, candidate: Candidate, likely: Sequence[Choices]) -> Found:
         """The same of the step alone, which is quicker and no proof."""
-        told = self._told_of(candidate, GLANCE, likely)
-        if told is not None:
-            return told
-        self.say("trying a plan by rehearsing its step")
-        _, verdict = self._examine(candidate.choices, AT_A_GLANCE)
+        # What the second process would come to only when all is waited for is looked at meanwhile.
+        for choices in likely[:1]:
+            if self.second.comes_to_later(question(GLANCE, choices)):
+                self._glance(choices)
+        if str(question(GLANCE, candidate.choices)) not in self._glanced:
+            told = self._told_of(candidate, GLANCE, likely)
+            if told is not None:
+                return told
+        verdict = self._glance(candidate.choices)
         return verdict, verdict.passed_on(candidate)
+
+    def _glance(self, choices: Choices) -> Verdict:
+        key = str(question(GLANCE, choices))
+        if key not in self._glanced:
+            self.say("trying a plan by rehearsing its step")
+            self._glanced[key] = self._examine(choices, AT_A_GLANCE)[1]
+        return self._glanced[key]
 
     def check(self, candidate: Candidate) -> Found:
         """Rehearse the whole job with the candidate's choices and judge it under the budget."""
@@ -116,14 +131,13 @@ class Checker:
         """
         told = self.second.answer(question(what, candidate.choices))
         coming = likely[:FORESEEN] if told is None else likely[1 : FORESEEN + 1]
-        self.second.ask([question(what, choices) for choices in coming])
+        self.second.ask([question(what, choices) for choices in coming], instead=True)
         if told is None:
             return None
         verdict = Verdict(*told)
         return verdict, verdict.passed_on(candidate)
 
     def _examine(self, choices: Choices, phases: Sequence[str]) -> tuple[Estimate, Verdict]:
-        """With the settings of the allocator that are better."""
         timeline = rehearse(
             self.job,
             self.gpu,
@@ -136,13 +150,26 @@ class Checker:
         if choices.leaves:
             parts = count_parts(self.job, choices.micro_batch)
             rehearsed = step_effort(timeline, parts).seconds(self.clock)
-        limit = self.limit(choices.leaves)
-        estimate, allocator = self._judge(timeline, "", limit, phases), ""
-        if self.gpu is not None and not (estimate.fits and not estimate.step_retries):
-            expandable = self._judge(timeline, EXPANDABLE, limit, phases)
-            if merit_of(expandable) > merit_of(estimate):
-                estimate, allocator = expandable, EXPANDABLE
+        estimate, allocator = self._judge_best(timeline, self.limit(choices.leaves), phases)
         return estimate, Verdict.of(estimate, rehearsed, allocator)
+
+    def _judge_best(
+        self, timeline: Timeline, limit: int, phases: Sequence[str]
+    ) -> tuple[Estimate, str]:
+        """By the settings of the allocator that are better, and these."""
+        if self.gpu is None:
+            return self._judge(timeline, "", limit, phases), ""
+        plain, expandable = AllocatorSettings.parse(""), None
+        if not surely_fits(timeline, gpu=self.gpu, budget=limit, settings=plain):
+            expandable = self._judge(timeline, EXPANDABLE, limit, phases)
+            if expandable.fits:  # which is better than not to, whatever else the defaults need
+                return expandable, EXPANDABLE
+        estimate = self._judge(timeline, "", limit, phases)
+        if not (estimate.fits and not estimate.step_retries):
+            expandable = expandable or self._judge(timeline, EXPANDABLE, limit, phases)
+            if merit_of(expandable) > merit_of(estimate):
+                return expandable, EXPANDABLE
+        return estimate, ""
 
     def _judge(
         self, timeline: Timeline, settings: str, limit: int, phases: Sequence[str]

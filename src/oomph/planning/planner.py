@@ -32,6 +32,7 @@ from oomph.planning.audition import (
     audition,
     buckets_of_a_block,
     count_parts,
+    late_state,
 )
 from oomph.planning.audition_json import from_plain, to_plain
 from oomph.planning.block_timer import BlockTimer
@@ -48,12 +49,13 @@ from oomph.planning.candidates import (
     way_of,
     with_blocks,
 )
-from oomph.planning.changes import Price, describe_changes, fusing_rounds, price
+from oomph.planning.changes import describe_changes, fusing_rounds, price, without_each
 from oomph.planning.checker import Checker, Found, Say
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
 from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Change, MadeFor, Plan, Predicted
+from oomph.planning.pricing import Pricing
 from oomph.planning.questions import HEAR, PRICE, question
 from oomph.planning.real_clock import RealClock
 from oomph.planning.refining import WORTH_IT, refine
@@ -91,8 +93,8 @@ PRICES = (0.0, 0.5, 1.0)
 DEAR = 1e-6
 #: Buckets of state that are on their way at least.
 LEAST_AHEAD = 2
-#: Bytes of a parameter's gradient, at least.
-LEAST_GRADIENT = 2
+#: Bytes of a parameter's gradient, at least, and where it has a master in fp32.
+LEAST_GRADIENT, MASTER_GRADIENT = 2, 4
 #: Bytes of a parameter and its state, as Adam has it, that a run copies to step inside backward.
 UNDO_BYTES = 12
 #: What it takes to give cached memory back and ask for it anew: an H200 stood idle for 9 and for
@@ -208,6 +210,7 @@ class Planner:
     _variants: dict[int, tuple[Audition, list[Audition]]] = dataclasses.field(default_factory=dict)
     """By the identity of an audition: itself, and the same with other chunks of the loss."""
     _checker: Checker = dataclasses.field(init=False, repr=False)
+    _pricing: Pricing = dataclasses.field(init=False, repr=False)
     _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
     """By size of micro-batch: what the ways to run it that were not heard take at least."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -266,6 +269,7 @@ class Planner:
             second=self._second,
             say=self.say,
         )
+        self._pricing = Pricing(job=self.job, gpu=self.gpu, clock=self.clock, second=self._second)
 
     def _remember(self, model: nn.Module, optimizer: Any) -> None:
         gpu = self.gpu.name if self.gpu is not None else None
@@ -301,6 +305,9 @@ class Planner:
                 return False
             parts = count_parts(self.job, sizes[at])
             least = least_seconds(parts, times, leaves=self._leaving)
+            if self._leaving and parts > 1:
+                told = (self._told_by_whole(base) for base in self._bases(sizes[at]))
+                return max(least, min(told, default=math.inf)) < WORTH_IT * best
             return least * (1 + WORTH_HEARING) < best
 
         # From one part to two is the largest step where something leaves the GPU.
@@ -325,8 +332,15 @@ class Planner:
         """Whether the weights and gradients that do not leave the GPU cannot fit it."""
         if not base.leaves or not self._gradients_wait(base) or base.gradient_room is not None:
             return False
-        stays = self._staying(base)(base) + LEAST_GRADIENT * self.found.trainable
-        return stays > self._rooms()[kind_of(base)]
+        lasting = [
+            one.lasting
+            for one in self.heard
+            if one.choices.leaves and one.choices.weights == base.weights
+            if one.choices.weights_away == base.weights_away
+        ]
+        stays = max(self._staying(base)(base), *lasting[:1], 0)
+        each = MASTER_GRADIENT if base.weights == MASTERS else LEAST_GRADIENT
+        return stays + each * self.found.trainable > self._rooms()[kind_of(base)]
 
     def _gradients_wait(self, base: Choices) -> bool:
         """Whether gradients are complete late, as those that are added up or clipped."""
@@ -375,7 +389,8 @@ class Planner:
         if mixed and rounds and not base.compiled:
             bases.append(dataclasses.replace(base, cast_cache=False))
         if precision == "bf16-mixed" and rounds:
-            bases.append(dataclasses.replace(base, weights=MASTERS))
+            # First, so that they are heard here: what leaves the GPU later is like them.
+            bases.insert(0, dataclasses.replace(base, weights=MASTERS))
         # Which weights are better hardly depends on the size: the first one decides.
         if self._weights is not None:
             bases = [one for one in bases if one.weights == self._weights]
@@ -496,7 +511,7 @@ class Planner:
             if self._is_slower_later(heard, base):
                 continue
             before = next((one for one in self.heard if one.choices == base), None)
-            least = self._takes_at_least(heard, base)
+            least = max(self._takes_at_least(heard, base), self._told_by_whole(base))
             # Parts of a batch add their gradients up on the way: copies cost them more, not less.
             hopeless = to_beat if base.micro_batch is not None else HOPELESS * to_beat
             if before is None and least > hopeless:
@@ -516,9 +531,7 @@ class Planner:
     def _hear_beside(self, bases: Sequence[Choices]) -> None:
         """Have the second process hear those that the first comes to later."""
         if self._leaving:
-            sizes = self._micro_batches()
-            is_whole = bases[0].micro_batch is None and len(sizes) > 1
-            likely = [*bases[1:2], *(self._bases(sizes[1])[:1] if is_whole else ())]
+            likely = bases[1:2]
         else:
             # Steps that come later are mostly known to be slower by then.
             others = [base for base in bases if base.weights != bases[0].weights]
@@ -538,6 +551,25 @@ class Planner:
             (min(variant.fastest for variant in self._chunked(one)) for one in alike), default=0.0
         )
 
+    def _told_by_whole(self, base: Choices) -> float:
+        """Seconds of a step in parts, about, by what was heard of the whole batch."""
+        parts = count_parts(self.job, base.micro_batch)
+        if not base.leaves or parts == 1:
+            return 0.0
+        late = late_state(self.job, self.found, base)
+        room = base.gradient_room
+        away = self._gradient_bytes(base) - room if room is not None else 0
+        return max(
+            (
+                one.fastest_with(parts=parts, late=late, gradients=away)
+                for one in self.heard
+                if one.choices.leaves and one.parts == 1 and not one.waits_for_launches
+                if one.choices.gradient_room is None
+                if leaves_no_more(dataclasses.replace(one.choices, **_size_of(base)), base)
+            ),
+            default=0.0,
+        )
+
     def _is_fast_enough(self, heard: list[Audition], weights: Weights) -> bool:
         """Whether nothing is gained by what leaves the GPU beside all that left it in these."""
         rooms = self._rooms()
@@ -550,8 +582,9 @@ class Planner:
 
     def _comes_too_late(self, heard: list[Audition], base: Choices) -> bool:
         """Whether state waits for longer than what others take, even with more of it ahead."""
+        late = late_state(self.job, self.found, base)
         like = [
-            one.fastest
+            one.fastest_with(parts=one.parts, late=late)
             for one in heard
             if one.choices.state_ahead > base.state_ahead
             and dataclasses.replace(one.choices, state_ahead=base.state_ahead) == base
@@ -715,6 +748,7 @@ class Planner:
                 return self._settled(stays[1:] if stays is not None else self._refuse())
             to_beat = stays[0] if stays is not None else math.inf
         self._leaving, self._weights = True, None
+        self._second.close()  # the next one begins with the graphs that were traced here
         self._hear_all(to_beat=to_beat)
         found = self._check_until_one_fits()
         leaves = found[1:] if found is not None else None
@@ -787,10 +821,17 @@ class Planner:
         for tried in trials.fastest_first(best)[:MOST_CONFIRMED]:
             found = trials.who_has(tried.choices)
             if not self._checker.was_checked(found[1]):
-                found = self._checker.check(found[1])
+                found = self._check_and_price(found[1])
             if found[0].fits:
                 return found
         return verdict, candidate
+
+    def _check_and_price(self, candidate: Candidate) -> Found:
+        """Its check, while the second process begins to price its changes."""
+        choices = candidate.choices
+        wanted = without_each(self._untouched(), choices)
+        self._pricing.begin_beside_a_check(choices, wanted)
+        return self._checker.check(candidate)
 
     def _staying(self, like: Choices) -> Callable[[Choices], int]:
         """Bytes of state, and of blocks' weights, that others like these leave on the GPU."""
@@ -1002,38 +1043,24 @@ class Planner:
 
     def _changes(self, candidate: Candidate, estimate: Estimate) -> tuple[Change, ...]:
         self.say("pricing each change")
-        blocks = {block.path: KEEP for block in self.found.blocks}
-        if self.job.checkpointing == "full":
-            blocks = dict.fromkeys(blocks, RECOMPUTE)
-        before = Choices(
-            precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks
-        )
         return describe_changes(
             self.job,
             self.gpu,
             self.clock,
-            before,
+            self._untouched(),
             candidate.choices,
             estimate.timeline,
-            self._price_all,
+            self._pricing.price_all,
         )
 
-    def _price_all(self, all_choices: Sequence[Choices]) -> list[Price]:
-        """Half of the work here, half of it beside."""
-        here: list[Choices] = []
-        beside: list[Choices] = []
-        for choices in sorted(all_choices, key=_rehearsing, reverse=True):
-            (here if _all_of(here) < _all_of(beside) else beside).append(choices)
-        self._second.ask([question(PRICE, choices) for choices in beside])
-        prices = {str(one): price(self.job, self.gpu, self.clock, one) for one in here}
-        for choices in beside:
-            told = self._second.answer(question(PRICE, choices))
-            prices[str(choices)] = (
-                (told[0], told[1])
-                if told is not None
-                else price(self.job, self.gpu, self.clock, choices)
-            )
-        return [prices[str(choices)] for choices in all_choices]
+    def _untouched(self) -> Choices:
+        """The job as it is."""
+        blocks = {block.path: KEEP for block in self.found.blocks}
+        if self.job.checkpointing == "full":
+            blocks = dict.fromkeys(blocks, RECOMPUTE)
+        return Choices(
+            precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks
+        )
 
     def _report(
         self,
@@ -1100,13 +1127,9 @@ def _offloaded_to_disk(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, choices=choices)
 
 
-def _rehearsing(choices: Choices) -> int:
-    """How long a rehearsal of a step takes beside others, about: most of it are ops one by one."""
-    return (1 if choices.compiled else 3) + (3 if choices.optimizer_on == "host" else 0)
-
-
-def _all_of(some: Sequence[Choices]) -> int:
-    return sum(map(_rehearsing, some))
+def _size_of(base: Choices) -> dict[str, Any]:
+    """What goes with a size of micro-batch."""
+    return {"micro_batch": base.micro_batch, "loss_chunk": base.loss_chunk}
 
 
 def _stepping_later(choices: Choices) -> list[Choices]:

@@ -10,6 +10,9 @@ from oomph.planning.choices import Choices
 HEAR, CHECK, GLANCE, PRICE = "hear", "check", "glance", "price"
 
 
-def question(what: str, choices: Choices) -> tuple[str, dict[str, Any]]:
+Question = tuple[str, dict[str, Any]]
+
+
+def question(what: str, choices: Choices) -> Question:
     """As plain JSON; the allocator's settings are part of no question, but of some answers."""
     return what, dataclasses.replace(choices, allocator="").as_dict()

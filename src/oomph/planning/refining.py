@@ -65,13 +65,17 @@ def refine(
     `first` is the share of all parameters that the optimizer's first tensor has. `host_steps` says
     that it is known how fast the host's cores step.
     """
+    # Of these the first move helps, as a rule, and those after it do not.
+    mostly_once: list[Climb] = [
+        functools.partial(_let_stay, first),
+        functools.partial(_let_first_stay, first),
+    ]
     climbs: list[Climb] = [
         _smaller_loss,
         functools.partial(_more_room, gradients),
         functools.partial(_a_little_more_room, gradients),
         _fewer_away,
-        functools.partial(_let_stay, first),
-        functools.partial(_let_first_stay, first),
+        *mostly_once,
         _come_early,
     ]
     if host_steps:
@@ -85,10 +89,11 @@ def refine(
         for done, move in enumerate(moves):
             if done and climb is _smaller_loss and not best.cleans:
                 break
-            # One of its like did, or it is made for that and nothing more of it is needed.
-            ends_it = climb is _smaller_loss and best.cleans
-            coming = moves[done : done + 1] if ends_it else moves[done:]
-            foresee(_likely(best, coming, climbs[at + 1 :], helps=done > 0 or ends_it))
+            # It is made for that, or the rule; else one of its like did, where more of it may help.
+            once = (climb is _smaller_loss and best.cleans) or (climb in mostly_once and not done)
+            helps = once or (done > 0 and climb not in (*mostly_once, _share))
+            coming = moves[done : done + 1] if once else moves[done:]
+            foresee(_likely(best, coming, climbs[at + 1 :], helps=helps))
             found = attempt(move(best.choices))
             if found is None or found.seconds > WORTH_IT * best.seconds:
                 break

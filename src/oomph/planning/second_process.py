@@ -38,12 +38,17 @@ class SecondProcess:
         self._open: deque[str] = deque()
         self._answers: dict[str, Any] = {}
 
-    def ask(self, questions: Sequence[Any]) -> None:
-        """Have those of them answered meanwhile that are not yet, if it has nothing else to do."""
+    def ask(self, questions: Sequence[Any], *, instead: bool = False) -> None:
+        """Have those of them answered meanwhile that are not yet, if it has nothing else to do.
+
+        Or `instead` of what it is busy with, which is given up if it is none of these.
+        """
         self._listen()
         asked = [
             key for question in questions if (key := json.dumps(question)) not in self._answers
         ]
+        if instead and self._open and asked and self._open[0] not in asked:
+            self._end_child()
         if self._open or not asked or not self._is_usable:
             return
         if self._child is None:
@@ -59,13 +64,21 @@ class SecondProcess:
         self._listen(until=key)
         return self._answers.get(key)
 
+    def comes_to_later(self, question: Any) -> bool:
+        """Whether it is asked that, and busy with something else."""
+        self._listen()
+        return json.dumps(question) in list(self._open)[1:]
+
     def close(self) -> None:
         """End it, whatever it is doing; the next question begins another one."""
+        self._end_child()
+        self._answers.clear()
+
+    def _end_child(self) -> None:
         if self._child is not None:
             self._child.end()
         self._child = None
         self._open.clear()
-        self._answers.clear()
 
     def _listen(self, until: str = "") -> None:
         """Take in the answers that are there, and wait for this one."""

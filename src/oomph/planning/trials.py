@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oomph.planning.candidates import Candidate, Verdict
-from oomph.planning.checker import Found
+from oomph.planning.checker import Found, LookInto
 from oomph.planning.choices import Choices
 from oomph.planning.refining import Tried
 
@@ -20,8 +20,7 @@ from oomph.planning.refining import Tried
 class Trials:
     """Tries choices that leave the GPU, from a candidate that fits."""
 
-    look_into: Callable[[Candidate, Sequence[Choices]], Found]
-    """Checks a candidate; these choices are likely to come next."""
+    look_into: LookInto
     leaner: Callable[[Candidate, int], Candidate | None]
     """The same with so many bytes more room in its blocks, where there is such a way."""
     seconds: Callable[[Verdict, Candidate], float]
@@ -75,12 +74,12 @@ class Trials:
         prepared = self._prepared(choices)
         if prepared is None:
             return None
-        verdict, tried = self._examine(prepared)
+        verdict, tried = self._examine(prepared, choices)
         if not verdict.fits:
             leaner = self.leaner(tried, verdict.smallest_budget - self.limit)
             if leaner is None:
                 return None
-            verdict, tried = self._examine(leaner)
+            verdict, tried = self._examine(leaner, choices)
         if not verdict.fits or tried.rehearsed is None:
             return None
         self.add_blocks(tried)
@@ -96,9 +95,18 @@ class Trials:
         missing = self._found[str(before.choices)][0].smallest_budget + stays - self.limit
         return self.leaner(tried, missing) if missing > 0 else tried
 
-    def _examine(self, candidate: Candidate) -> Found:
-        coming = [self._prepared(one) for one in self._coming if _key(one) not in self._attempts]
-        others = [o.choices for o in coming if o is not None and o.choices != candidate.choices]
+    def _examine(self, candidate: Candidate, meant: Choices) -> Found:
+        """Look into a candidate that has room for the choices that are `meant`."""
+        before = self._like[str(meant.blocks)].choices
+        coming = [one for one in self._coming if one != meant and _key(one) not in self._attempts]
+        ready = [
+            # What is tried on top of these has their blocks, which come with them.
+            dataclasses.replace(candidate, choices=_with_blocks_of(one, candidate))
+            if _builds_on(one, meant, before)
+            else self._prepared(one)
+            for one in coming
+        ]
+        others = [o.choices for o in ready if o is not None and o.choices != candidate.choices]
         verdict, candidate = self.look_into(candidate, others)
         self._found[str(candidate.choices)] = verdict, candidate
         return verdict, candidate
@@ -115,3 +123,16 @@ class Trials:
 def _key(choices: Choices) -> str:
     """The allocator's settings follow from all else."""
     return str(dataclasses.replace(choices, allocator=""))
+
+
+def _builds_on(choices: Choices, one: Choices, before: Choices) -> bool:
+    """Whether they have all that sets `one` apart from what was before."""
+    return all(
+        getattr(choices, changed.name) == getattr(one, changed.name)
+        for changed in dataclasses.fields(Choices)
+        if getattr(one, changed.name) != getattr(before, changed.name)
+    )
+
+
+def _with_blocks_of(choices: Choices, candidate: Candidate) -> Choices:
+    return dataclasses.replace(choices, blocks=candidate.choices.blocks)

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -57,7 +53,17 @@ def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("memory_format") in _SAME_ORDER and _is_packed(first):
         options = {"dtype": kwargs.get("dtype") or first.dtype, "device": _META}
         return _run(aten.empty.memory_format, (first.shape,), options, device)
+    if func is aten.clone.default:
+        return _run(func, args, kwargs, device)
     return _run(func, args, {**kwargs, "device": _META}, device)
+
+
+def _filled(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Makes a tensor of one number, whose type is named, from sizes."""
+    if kwargs.get("pin_memory") or kwargs.get("dtype") is None:
+        return NotImplemented
+    options = {"dtype": kwargs["dtype"], "device": _META}
+    return _run(aten.empty.memory_format, args[:1], options, _CPU)
 
 
 def _write_to_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -113,8 +119,15 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.d
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if not isinstance(mode, FakeTensorMode):
         return NotImplemented
-    with in_kernel_invocation_manager(mode):
-        made = func(*args, **kwargs)
+    # As `in_kernel_invocation_manager` does, whose generator takes as long as a kernel.
+    outside = mode.in_kernel_invocation
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        mode.in_kernel_invocation = True
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            mode.in_kernel_invocation = outside
     return _wrap(mode, made, device)
 
 
@@ -188,7 +201,13 @@ _KINDS: dict[_Quick, list[Any]] = {
         aten.view.dtype,
     ],
     _new: [aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default],
-    _like: [aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default],
+    _filled: [aten.full.default],
+    _like: [
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.empty_like.default,
+        aten.zeros_like.default,
+    ],
     _write_to_lists: [
         aten._foreach_add_.Scalar,
         aten._fused_adam_.default,

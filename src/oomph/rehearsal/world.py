@@ -45,9 +45,9 @@ class _DeviceAnswers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func in _SAME_ON_BOTH_SIDES:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         if func is torch.Tensor.backward:
             # Called without the mode, recomputation inside would run without it, too.
             with self:
@@ -128,17 +128,24 @@ class _DeviceAnswers(TorchFunctionMode):
         return moved
 
 
-#: What is called most, makes no tensor, and is answered alike for either side.
+#: What is called most, takes no memory, and is answered alike for either side.
 _SAME_ON_BOTH_SIDES = {
     torch._C._set_grad_enabled,
     torch.is_complex,
     torch.is_floating_point,
+    torch.Tensor.as_strided,
+    torch.Tensor.detach,
     torch.Tensor.dim,
+    torch.Tensor.element_size,
+    torch.Tensor.expand,
+    torch.Tensor.is_contiguous,
     torch.Tensor.is_floating_point,
     torch.Tensor.numel,
     torch.Tensor.requires_grad_,
+    torch.Tensor.storage_offset,
     torch.Tensor.stride,
     torch.Tensor.untyped_storage,
+    torch.Tensor.view,
     *(
         getattr(torch.Tensor, name).__get__
         for name in (
@@ -148,10 +155,12 @@ _SAME_ON_BOTH_SIDES = {
             "grad_fn",
             "is_leaf",
             "is_sparse",
+            "nbytes",
             "requires_grad",
             "shape",
         )
     ),
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__,  # type: ignore[union-attr]
 }
 _DRAWS_WHOLE_NUMBERS = {torch.randint, torch.randperm, torch.Tensor.random_}
