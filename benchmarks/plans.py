@@ -1,16 +1,18 @@
 """Plans against reality: `python -m benchmarks.plans --out OUT [--time-limit SECONDS]`.
 
 For many models and budgets a plan is made, with no use of the GPU, and then run in a process of its
-own under a cap that is the plan's budget. Prints how far measured peaks and seconds are from the
-predicted ones, and which plans ran out. Writes `plans.json` into OUT after each pair; a second call
-goes on where the first one stopped. `--table FILE` prints what a file holds anywhere; `--clock
-FILE` predicts the seconds of its plans again, by the clock of today, and compares them with the
-measured.
+own under a cap that is the plan's budget. Before they run, the machine is measured and the seconds
+of all plans are predicted again by what was found. Prints how far measured peaks and seconds are
+from the predicted ones, and which plans ran out. Writes `plans.json` into OUT after each pair; a
+second call goes on where the first one stopped. `--table FILE` prints what a file holds anywhere;
+`--clock FILE` predicts the seconds of its plans again, by the clock of today, and compares them
+with the measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,13 +20,15 @@ import logging
 import multiprocessing
 import os
 import statistics
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 from benchmarks.accuracy import statistics_line
 from benchmarks.real_steps import (
@@ -50,6 +54,8 @@ from benchmarks.side_by_side import (
 from oomph.errors import DoesNotFit
 from oomph.estimation import estimate
 from oomph.gpus import find_gpu
+from oomph.gpus.measuring import measure_machine
+from oomph.gpus.profile import Profile, save_profile
 from oomph.job import Job
 from oomph.job_sources import job_from_name
 from oomph.planning.audition import count_parts
@@ -70,6 +76,8 @@ DOES_NOT_FIT = "does not fit"
 #: Processes that plan at a time, and the seconds they all have together.
 PLANNERS, PLANNING_S = 16, 300
 A_DAY_S = 86_400
+#: Seconds for measuring the machine.
+MEASURING_S = 25
 #: Plans that run at a time, and the seconds each has.
 AT_ONCE, PATIENCE_S = 9, 150
 #: Parts of the untouched job's memory that are given as budgets.
@@ -253,17 +261,12 @@ def render(document: Entry) -> str:
     for ledger in ("allocated", "reserved"):
         errors = [100 * (entry[ledger] / _predicted(entry, ledger) - 1) for entry in ran.values()]
         lines.append(f"- {statistics_line(ledger, errors)}")
-    ratios = [
-        entry["seconds"] / entry["plan"]["predicted"]["seconds"]
-        for entry in ran.values()
-        if "seconds" in entry
-    ]
-    if ratios:
-        lines.append(
-            f"- seconds, measured ÷ predicted, {len(ratios)} timed: median"
-            f" {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
-        )
+    timed = [entry for entry in ran.values() if "seconds" in entry]
+    as_planned = [entry["seconds"] / entry["plan"]["predicted"]["seconds"] for entry in timed]
+    here = [e["seconds"] / e["predicted_here"] for e in timed if "predicted_here" in e]
     lines += [
+        *_seconds_line("seconds, measured ÷ predicted", as_planned),
+        *_seconds_line("the same ÷ predicted by the machine's own profile", here),
         _listed("ran out of memory", _with_status(pairs, OUT_OF_MEMORY)),
         _listed("took more than the interval", [n for n, entry in ran.items() if overran(entry)]),
         _listed("allocator gave cache back", [n for n, entry in ran.items() if entry["retries"]]),
@@ -274,6 +277,18 @@ def render(document: Entry) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     return "\n".join(lines + [_row(name, entry) for name, entry in pairs.items()]) + "\n"
+
+
+def _seconds_line(what: str, ratios: list[float]) -> Iterator[str]:
+    if ratios:
+        yield (
+            f"- {what}, {len(ratios)} timed: median {statistics.median(ratios):.2f}, from"
+            f" {min(ratios):.2f} to {max(ratios):.2f}, {_near(ratios)} within 25 %"
+        )
+
+
+def _near(ratios: Iterable[float]) -> int:
+    return sum(abs(ratio - 1) <= 0.25 for ratio in ratios)
 
 
 def overran(entry: Entry) -> bool:
@@ -315,21 +330,54 @@ def predicted_again(pair: Pair, choices: Choices) -> float:
     return step_effort(timeline, count_parts(job, choices.micro_batch)).seconds(clock)
 
 
-def _ratio(named: tuple[str, Entry]) -> tuple[str, float]:
+def _predict_again(named: tuple[str, Entry]) -> tuple[str, float]:
     name, entry = named
     pair = next(pair for pair in all_pairs() if pair.name == name)
-    return name, entry["seconds"] / predicted_again(
-        pair, Choices.from_dict(entry["plan"]["choices"])
-    )
+    return name, predicted_again(pair, Choices.from_dict(entry["plan"]["choices"]))
+
+
+def _predict_by(profile: Entry, named: tuple[str, Entry]) -> tuple[str, float]:
+    with timed_by(profile):
+        return _predict_again(named)
+
+
+@contextlib.contextmanager
+def timed_by(profile: Entry) -> Iterator[None]:
+    """While active, clocks go by this profile of a machine and not by one that is kept on it."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, XDG_CONFIG_HOME=folder),
+    ):
+        save_profile(Profile.from_dict(profile))
+        yield
+
+
+def foretell(document: Entry, path: Path, *, deadline: float) -> None:
+    """Predict the seconds of what is not run yet, by what this machine is measured to reach."""
+    entries: dict[str, Entry] = document["pairs"]
+    left = [(name, entries[name]) for name in _not_run(document)]
+    if "profile" not in document:
+        # In a process of its own: those that run plans are given the card by this one.
+        for profile in in_parallel(_measured, [MEASURING_S], seconds=deadline - time.monotonic()):
+            document["profile"] = profile
+    if "profile" in document:
+        work = functools.partial(_predict_by, document["profile"])
+        for name, seconds in in_parallel(work, left, seconds=deadline - time.monotonic()):
+            entries[name]["predicted_here"] = seconds
+    save(path, document)
+
+
+def _measured(seconds: float) -> Entry:
+    return measure_machine(seconds=seconds).as_dict()
 
 
 def check_clock(document: Entry) -> str:
     """Measured seconds over those predicted today, as text."""
     timed = [(name, entry) for name, entry in document["pairs"].items() if "seconds" in entry]
-    ratios = dict(in_parallel(_ratio, timed, seconds=A_DAY_S))
-    near = sum(abs(ratio - 1) <= 0.25 for ratio in ratios.values())
+    again = dict(in_parallel(_predict_again, timed, seconds=A_DAY_S))
+    ratios = {name: entry["seconds"] / again[name] for name, entry in timed}
     middle = statistics.median(ratios.values())
-    lines = [f"{near} of {len(ratios)} within 25 %, median {middle:.2f}", ""]
+    lines = [f"{_near(ratios.values())} of {len(ratios)} within 25 %, median {middle:.2f}", ""]
     return "\n".join(lines + [f"{ratio:.2f} {name}" for name, ratio in sorted(ratios.items())])
 
 
@@ -361,6 +409,7 @@ def measure(out: Path, *, deadline: float, only_plans: bool = False) -> Entry:
         save(path, document)
         print(f"{name}: {entry.get('status', 'planned')}", flush=True)
     if not only_plans:
+        foretell(document, path, deadline=deadline)
         card = SharedCard(at_once=AT_ONCE, patience=PATIENCE_S, deadline=deadline)
         card.run(tasks_of(document, path))
     return document
@@ -376,13 +425,15 @@ def tasks_of(document: Entry, path: Path) -> list[Task]:
         save(path, document)
         print(f"{pair.name}: {found['status']} {found.get('error', '')[-300:]}", flush=True)
 
-    left = [
-        pair
-        for pair in all_pairs()
-        if "plan" in (entry := entries.get(pair.name, {})) and "status" not in entry
-    ]
+    waiting = _not_run(document)
+    left = [pair for pair in all_pairs() if pair.name in waiting]
     left.sort(key=lambda pair: -int(entries[pair.name]["budget"]))
     return [task_of(pair, entries[pair.name], finish) for pair in left]
+
+
+def _not_run(document: Entry) -> set[str]:
+    entries: dict[str, Entry] = document["pairs"]
+    return {name for name, entry in entries.items() if "plan" in entry and "status" not in entry}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

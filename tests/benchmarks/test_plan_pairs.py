@@ -32,10 +32,13 @@ from benchmarks.plans import (
 from benchmarks.real_steps import set_up
 from benchmarks.side_by_side import SharedCard
 from oomph.errors import DoesNotFit
+from oomph.gpus import find_gpu
+from oomph.gpus.profile import Profile, load_profile
 from oomph.job import Job
 from oomph.planning.choices import Choices
 from oomph.planning.planner import plan as make_plan
 from oomph.running.run import Run
+from oomph.timing.clock import BARE_LAUNCH, Clock
 from oomph.units import GIB
 
 
@@ -210,10 +213,63 @@ def test_the_table_counts_errors_and_names_what_ran_out(
     assert "reserved: median 1.000 %, 95 % 5.000 %, worst -5.000 %, exact to the byte 1 of 3" in (
         printed
     )
-    assert "1 timed: median 1.20" in printed
+    assert "1 timed: median 1.20, from 1.20 to 1.20, 1 within 25 %" in printed
+    assert "profile" not in printed
     assert "ran out of memory: 1 (d)" in printed
     assert "allocator gave cache back: 1 (b)" in printed
     assert "| b | 40.00 | 24.00 | 20.20 | +1.00 | 2 | ok |" in printed
+
+
+def test_seconds_are_held_against_both_predictions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plans.json"
+    pairs = {
+        "a": ran(20.0, 20.0, seconds=0.7, predicted_here=0.7),
+        "b": ran(20.0, 20.0, seconds=0.6, predicted_here=0.5),
+        "c": ran(20.0, 20.0, seconds=0.6),
+    }
+    save(file, {"pairs": pairs})
+    main(["--table", str(file)])
+    printed = capsys.readouterr().out
+    assert "predicted, 3 timed: median 1.20, from 1.20 to 1.40, 2 within 25 %" in printed
+    assert "profile, 2 timed: median 1.10, from 1.00 to 1.20, 2 within 25 %" in printed
+
+
+def test_the_machine_is_measured_once_and_what_is_not_run_is_predicted_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    ready, done, refused = (pair.name for pair in all_pairs()[:3])
+    plan = {"choices": Choices().as_dict()}
+    document = {
+        "pairs": {
+            ready: {"plan": plan},
+            done: {"plan": plan, "status": "ok"},
+            refused: {"status": "does not fit"},
+        }
+    }
+    machine = Profile(gpu=plans.GPU, torch="", date="", launch_seconds=1e-5)
+    measured: list[float] = []
+
+    def measure(seconds: float) -> Profile:
+        measured.append(seconds)
+        return machine
+
+    monkeypatch.setattr(plans, "measure_machine", measure)
+    monkeypatch.setattr(plans, "in_parallel", lambda work, items, seconds: map(work, items))
+    monkeypatch.setattr(
+        plans, "predicted_again", lambda pair, choices: Clock.of(find_gpu(plans.GPU)).launch
+    )
+    usual = plans.predicted_again(all_pairs()[0], Choices())
+    for _ in range(2):
+        plans.foretell(document, tmp_path / "plans.json", deadline=time.monotonic() + 60)
+    assert len(measured) == 1
+    written = load(tmp_path / "plans.json", {})
+    assert Profile.from_dict(written["profile"]) == machine
+    assert written["pairs"][ready]["predicted_here"] == pytest.approx(usual * 1e-5 / BARE_LAUNCH)
+    assert not any("predicted_here" in written["pairs"][name] for name in (done, refused))
+    assert load_profile(plans.GPU) is None, "the machine's own settings are as they were"
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:

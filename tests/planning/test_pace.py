@@ -1,4 +1,4 @@
-"""What the card takes and what its host takes are told apart, and the longer of them counts."""
+"""What the card takes and what its host takes are told apart; the longer of them counts most."""
 
 from __future__ import annotations
 
@@ -36,11 +36,19 @@ def heard(launch: float = 1.0, **how: object) -> Audition:
     )
 
 
+def test_a_step_takes_longer_than_the_longer_one_most_where_they_are_alike() -> None:
+    assert Pace(4.0).seconds == Pace(0.0, 4.0).seconds == pytest.approx(4)
+    more = [Pace(4.0, launching).seconds - max(4.0, launching) for launching in (1, 3, 4, 5, 16)]
+    assert 0 < more[0] < more[1] < more[2] > more[3] > more[4] > 0
+    assert more[2] == pytest.approx(0.19 * 4, rel=0.01)
+    assert Pace(4.0, 2.0).seconds < 1.02 * 4
+
+
 def test_a_step_takes_what_takes_longer_over_all_of_it() -> None:
     # 2 × (2 + 2 + 1) + 0.25 of kernels, 2 × (1 + 1 + 0.5) + 1 of launches.
-    assert heard().fastest == pytest.approx(10.25)
+    assert heard().fastest == Pace(10.25, 6).seconds
     assert not heard().waits_for_launches and not heard().waits
-    assert heard(launch=2).fastest == pytest.approx(12)
+    assert heard(launch=2).fastest == Pace(10.25, 12).seconds
     assert heard(launch=2).waits_for_launches and heard(launch=2).waits
 
 

@@ -207,6 +207,13 @@ def test_rows_whose_largest_is_found_first_are_read_once_more() -> None:
     assert reached[0] < reached[1]
 
 
+def test_few_numbers_that_lie_far_apart_are_added_up_slowly() -> None:
+    def reach(dim: int, *shape: int) -> float:
+        return min(step.work.reach for step in program(lambda x: x.sum(dim), shape).steps)
+
+    assert reach(0, 16, 512) < reach(0, 512, 16) == reach(1, 512, 16) == reach(0, 4096, 512)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_program_takes_once_frees_at_most_once_and_reads_only_what_is_there(seed: int) -> None:
     draw = random.Random(seed)

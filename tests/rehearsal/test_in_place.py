@@ -9,7 +9,11 @@ import torch
 from cpu_truth import measure, predict
 from torch import Tensor, nn
 
+from oomph.gpus import find_gpu
 from oomph.job import Job
+from oomph.planning.effort import step_effort
+from oomph.rehearsal.phases import rehearse
+from oomph.timing.clock import Clock
 
 INDICES = torch.tensor([0, 2, 2, 5])
 
@@ -55,6 +59,24 @@ def test_gradients_take_as_much_memory_as_in_a_real_backward(name: str) -> None:
     predicted, measured = predict(job), measure(job).tensors
     assert predicted.alive == measured.alive
     assert predicted.peaks == measured.peaks
+
+
+def test_what_is_written_in_place_takes_its_time() -> None:
+    def launches(compute: Callable[[Tensor, Tensor], Tensor]) -> float:
+        h200 = find_gpu("h200")
+        job = Job(
+            lambda: Toy(compute),
+            lambda model, batch: model(batch),
+            "sgd",
+            lambda: torch.rand(8, 8),
+        )
+        timeline = rehearse(job, h200, ("build", "step"), clock=Clock.of(h200))
+        return step_effort(timeline, 1).launches
+
+    # Used once more, a tensor takes an op in forward, and a sum of two gradients in backward.
+    once = launches(lambda h, w: h.tanh() * w)
+    assert launches(lambda h, w: (h.tanh() + h) * w) == once + 2
+    assert launches(lambda h, w: (h.tanh() + h.detach()) * w) == once + 1
 
 
 def test_gradients_somebody_else_holds_are_not_written_to() -> None:

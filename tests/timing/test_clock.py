@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomph.gpus import find_gpu
-from oomph.timing.clock import BETWEEN_KERNELS, Clock
+from oomph.gpus.profile import Profile, save_profile
+from oomph.timing.clock import BARE_LAUNCH, BETWEEN_KERNELS, LAUNCH, Clock
 from oomph.timing.ops import work_of
 from oomph.timing.work import Work
 
@@ -68,6 +70,19 @@ def test_what_reaches_half_of_its_kinds_rate_takes_twice_as_long(work: Work) -> 
     slower = dataclasses.replace(work, reach=0.5)
     begun = [clock.seconds(one) - BETWEEN_KERNELS for one in (work, slower)]
     assert begun[1] == pytest.approx(2 * begun[0])
+
+
+def test_a_host_that_launches_slowly_does_so_in_a_model_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    h200 = find_gpu("h200")
+    assert Clock.of(h200).launch == LAUNCH
+    profile = Profile(gpu="h200", torch="", date="")
+    save_profile(profile)
+    assert Clock.of(h200).launch == LAUNCH
+    save_profile(dataclasses.replace(profile, launch_seconds=2 * BARE_LAUNCH))
+    assert Clock.of(h200).launch == pytest.approx(2 * LAUNCH)
 
 
 def test_formats_run_at_the_cards_own_rates() -> None:

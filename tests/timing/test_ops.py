@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomph.techniques.softmax_grad import cross_entropy_chunk
 from oomph.timing.ops import work_of
 from oomph.timing.work import Work
 
@@ -126,8 +127,9 @@ def test_the_backward_of_attention_is_five_products_for_forwards_two() -> None:
         lambda x: x.expand(3, 8, 8),
         lambda x: x.detach(),
         lambda x: torch.empty_like(x),
+        lambda x: x.new_empty(8),
     ],
-    ids=["view", "t", "slice", "expand", "detach", "empty_like"],
+    ids=["view", "t", "slice", "expand", "detach", "empty_like", "new_empty"],
 )
 def test_views_and_empty_tensors_launch_nothing(view: Callable[[Tensor], Tensor]) -> None:
     x = torch.empty(8, 8)
@@ -140,6 +142,53 @@ def test_pointwise_ops_read_and_write_all_bytes() -> None:
     assert work == Work(bytes=3 * 256)
     (work,) = works(lambda: x.add_(1))
     assert work == Work(bytes=2 * 256)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [Tensor.zero_, lambda x: x.fill_(2), torch.zeros_like, lambda x: x.new_full((8, 8), 2)],
+    ids=["zero_", "fill_", "zeros_like", "new_full"],
+)
+def test_fills_read_nothing(fill: Callable[[Tensor], Tensor]) -> None:
+    x = torch.empty(8, 8)
+    (work,) = works(lambda: fill(x))
+    assert work.bytes == 256
+
+
+def test_a_loss_of_classes_reads_one_number_of_a_row_and_its_backward_writes_all() -> None:
+    rows, at = torch.empty(8, 1000), torch.zeros(8, dtype=torch.int64)
+    (forward,) = works(lambda: torch.nn.functional.nll_loss(rows, at))
+    assert forward.bytes < 200
+    args = (torch.ones(()), rows, at, None, 1, -100, torch.ones(()))
+    assert work_of(aten.nll_loss_backward.default, args, rows).bytes == rows.nbytes
+
+
+def test_logits_of_a_chunk_are_read_twice_and_written() -> None:
+    logits = torch.empty(8, 1000, dtype=torch.bfloat16)
+    target = torch.zeros(8, dtype=torch.int64)
+    (work,) = works(lambda: cross_entropy_chunk(logits, target, 1000, -100, 1.0, 1.0, True))
+    assert work.bytes == pytest.approx(3 * logits.nbytes, rel=0.05)
+
+
+def test_pointwise_kernels_take_numbers_one_by_one_where_shapes_or_types_differ() -> None:
+    x, row, half = torch.empty(64, 64), torch.empty(64), torch.empty(64, 64, dtype=torch.bfloat16)
+    alike, number, spread, mixed, widened, rounded = works(
+        lambda: (x * x, x * torch.ones(()), x * row, x + half, half.float(), x.bfloat16())
+    )[-6:]
+    assert alike.reach == number.reach == rounded.reach == 1
+    assert spread.reach == mixed.reach == widened.reach < 1
+    (reduced,) = works(lambda: x.sum(0))
+    assert reduced.reach == 1, "what is no pointwise kernel has other shapes as a matter of course"
+
+
+def test_halves_with_steps_between_them_are_no_faster_than_whole_numbers() -> None:
+    x, half = torch.empty(64, 64), torch.empty(64, 64, dtype=torch.bfloat16)
+    whole, halves = works(lambda: (x + x.t(), half + half.t()))
+    assert halves.reach < whole.reach < 1
+    whole, halves = works(lambda: (torch.cat([x.t(), x]), torch.cat([half.t(), half])))
+    assert halves.reach == whole.reach / 2
+    (in_order,) = works(lambda: torch.cat([half, half]))
+    assert in_order.reach == 1
 
 
 def test_a_broadcast_dimension_is_read_once() -> None:
@@ -245,7 +294,39 @@ def test_an_optimizer_reads_four_numbers_of_a_parameter_and_writes_three() -> No
         )
     (work,) = (one for one in log.works if one.bytes > 1000)
     assert work.bytes == pytest.approx(7 * 4 * 1000, abs=8)
-    assert work.launches > 1, "the Python of a step is around it"
+    assert work.launches > 5, "the Python of a step is around it"
+
+
+def test_an_optimizers_python_takes_longer_with_more_parameters() -> None:
+    def launches(count: int) -> float:
+        tensors = [torch.empty(10) for _ in range(count)]
+        args = (tensors, tensors, tensors, tensors, [], [torch.ones(())] * count)
+        return work_of(aten._fused_adamw_.default, args, None).launches
+
+    assert launches(300) - launches(100) == 2 * (launches(200) - launches(100)) > 100
+
+
+def test_a_fused_norm_is_no_optimizer() -> None:
+    x, rows = torch.empty(1000, 8), torch.empty(1000, 1)
+    work = work_of(aten._fused_rms_norm.default, (x, [8], torch.empty(8), None), (x, rows))
+    assert work.launches == 1
+    assert work.bytes == 2 * x.nbytes + 8 * 4 + rows.nbytes
+
+
+def test_a_launch_with_nothing_around_it_takes_the_host_less() -> None:
+    x = torch.empty(8, 8)
+    zeroed, copied, added = works(lambda: (x.zero_(), x.copy_(torch.empty(8, 8)), x.add_(1)))
+    assert zeroed.launches == copied.launches < added.launches == 1
+
+
+def test_few_results_of_a_convolution_in_groups_take_as_long_as_more() -> None:
+    def seconds(images: int) -> float:
+        image, kernel = torch.empty(images, 8, 149), torch.empty(8, 4, 3)
+        sizes = [1], [1], [1], False, [0], 2
+        work = work_of(aten.convolution.default, (image, kernel, None, *sizes), image)
+        return work.flops / work.reach
+
+    assert seconds(4) == pytest.approx(seconds(16)) == pytest.approx(seconds(32) / 2)
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])

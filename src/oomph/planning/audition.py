@@ -114,7 +114,7 @@ class Audition:
     @property
     def waits(self) -> bool:
         """Whether the card waits for the host: for launches, or for copies in the fastest way."""
-        return self.fastest > self._whole(self._fastest_blocks).kernels
+        return self.waits_for_launches or self.fastest > self._whole(self._fastest_blocks).seconds
 
     def with_loss(self, chunk: int, more_bytes: int, more_seconds: float) -> Audition:
         """The same with another chunk of the loss, which takes so much more."""

@@ -26,7 +26,7 @@ class Effort:
 
     kernels: float
     """Seconds."""
-    launches: int
+    launches: float
     sent: int
     """Bytes that leave for the host."""
     brought: int
@@ -52,19 +52,25 @@ class Effort:
         return Pace(self.kernels, self.launches * launch)
 
     def seconds(self, clock: Clock) -> float:
-        """Whichever takes longer, by a clock."""
+        """Of both together, by a clock."""
         return self.pace(clock.launch).seconds
 
 
 def step_effort(timeline: Timeline, parts: int) -> Effort:
     """A step of so many micro-batches, of which only the first few were rehearsed."""
     starts, done = last_step(timeline)
-    whole = effort_between(starts[0], done)
+    whole = effort_between(_end_of_the_step_before(timeline, starts[0]), done)
     missing = parts - len(starts)
     if not missing:
         return whole
     one, _ = part_and_step(timeline)
     return whole + one * missing
+
+
+def _end_of_the_step_before(timeline: Timeline, start: Mark) -> Mark:
+    """Gradients may be set to zero between the two, which belongs to the step as well."""
+    before = timeline.marks[: timeline.marks.index(start)]
+    return next((mark for mark in reversed(before) if mark.name == END_OF_STEP), start)
 
 
 def part_and_step(timeline: Timeline) -> tuple[Effort, Effort]:

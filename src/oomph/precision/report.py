@@ -11,6 +11,7 @@ from torch import nn
 
 from oomph.gpus import GPU
 from oomph.job import Job
+from oomph.planning.effort import effort_between
 from oomph.precision.ladder import LEVELS, Level
 from oomph.precision.probe import Cost, Divergence
 from oomph.rehearsal.allocator.settings import AllocatorSettings
@@ -119,5 +120,5 @@ def predict_step(job: Job, levels: Mapping[str, Level], gpu: GPU) -> PredictedSt
     first, last = (mark for mark in timeline.marks if mark.name == END_OF_STEP)
     return PredictedStep(
         peak=peak.reserved + device_overhead(gpu).expected,
-        seconds=max(last.seconds - first.seconds, (last.launches - first.launches) * clock.launch),
+        seconds=effort_between(first, last).seconds(clock),
     )

@@ -10,6 +10,7 @@ kernel writes over an input of the same size that nobody reads afterwards.
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable
@@ -33,6 +34,9 @@ MOST_READS = 8
 #: What fused kernels reach of a large copy's bandwidth, by the bytes counted here: they find what
 #: was just written in the card's cache, and Inductor fuses some that stand apart here. On an H200.
 FUSED_REACH = 1.3
+#: The same where few numbers that lie far apart are added up, as a bias' gradient over a batch: a
+#: kernel reads the numbers of a sum side by side. 100 MB of t5-base's took 96 µs.
+FAR_APART_REACH, FEW = 0.25, 64
 #: The same where the largest of a row is found first, as softmax does: rows are read once more.
 SOFTMAX_REACH = 0.5
 
@@ -291,7 +295,17 @@ def _step(kernel: _Kernel, reads: _Reads, dying: list[fx.Node]) -> Step:
 
 def _fused_reach(node: fx.Node) -> float:
     packet: Any = getattr(node.target, "_overloadpacket", None)
+    if packet is aten.sum and _adds_few_far_apart(node):
+        return FAR_APART_REACH
     return SOFTMAX_REACH if packet is aten.amax else SLOW.get(packet, FUSED_REACH)
+
+
+def _adds_few_far_apart(node: fx.Node) -> bool:
+    added, *which = _values(node.args)
+    dims = [at for at in (which[0] or () if which else ()) if added.shape[at] > 1]
+    strides = [added.stride(at) for at in dims]
+    count = math.prod(added.shape[at] for at in dims)
+    return bool(dims) and bool(min(strides) >= FEW >= count)
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

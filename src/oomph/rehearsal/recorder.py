@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         #: Predicted seconds of kernels so far, and how many were launched, where there is a clock.
         self.clock: Clock | None = None
         self.seconds = 0.0
-        self.launches = 0
+        self.launches = 0.0
         #: Bytes that have begun to leave for the host, and to come from it.
         self.sent = 0
         self.brought = 0
@@ -260,6 +260,8 @@ class Recorder(TorchDispatchMode):
             try:
                 if held is not None and self._writes_in_place(func, args, held):
                     self.values.forget(storage_key(args[0]))
+                    if self.clock is not None:
+                        self.run_kernel(work_of(func, args, args[0]))
                     return args[0]
                 return self._run(func, args, kwargs)
             finally:

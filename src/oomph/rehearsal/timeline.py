@@ -64,7 +64,7 @@ class Mark:
     event: int
     seconds: float
     """Of kernels, as the clock predicts them."""
-    launches: int
+    launches: float
     sent: int = 0
     """Bytes that have begun to leave for the host so far."""
     brought: int = 0

@@ -35,10 +35,10 @@ CONVERSION_REACH = 0.46
 #: Seconds between the start of a kernel and that of the next, beside the work of the first.
 BETWEEN_KERNELS = 1.8e-6
 
-
-#: Seconds the host is busy for each kernel it launches, with the Python around it: measured with a
-#: Hugging Face model whose kernels were too small to matter, 28e-6 eager and 36e-6 compiled.
-LAUNCH = 3e-5
+#: Seconds the host is busy for each kernel it launches, with the Python around it, and those of a
+#: launch with none around it, as profiles hold: measured beside an H200 with Hugging Face models
+#: whose kernels were too small to matter, 20e-6 to 28e-6 eager and 27e-6 to 37e-6 compiled.
+LAUNCH, BARE_LAUNCH = 3e-5, 6.7e-6
 #: A host of some cores, to compare plans for the CPU by; its seconds are no promise.
 HOST = GPU(
     name="cpu",
@@ -70,12 +70,15 @@ class Clock:
         if gpu is None:
             return cls(gpu=HOST)
         profile = load_profile(gpu.name)
-        measured = profile.efficiency(gpu) if profile is not None else {}
+        if profile is None:
+            return cls(gpu=gpu)
+        measured = profile.efficiency(gpu)
         if "product" in measured:
             measured["product"] *= SUSTAINED
         if "convolution" in measured:
             measured["convolution"] *= UNCONVERTED
-        return cls(gpu=gpu, efficiency={**EFFICIENCY, **measured})
+        slower = (profile.launch_seconds or BARE_LAUNCH) / BARE_LAUNCH
+        return cls(gpu=gpu, efficiency={**EFFICIENCY, **measured}, launch=slower * LAUNCH)
 
     def moving(self, nbytes: int) -> float:
         """Seconds in which the card reads or writes so many bytes."""

@@ -21,5 +21,5 @@ class Work:
     card's rate."""
     reach: float = 1.0
     """The part of what its kind reaches that its own shapes and kernel allow."""
-    launches: int = 1
+    launches: float = 1.0
     """The time of the host that it takes, in launches of a plain kernel."""
