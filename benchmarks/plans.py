@@ -355,7 +355,8 @@ def timed_by(profile: Entry) -> Iterator[None]:
 def foretell(document: Entry, path: Path, *, deadline: float) -> None:
     """Predict the seconds of what is not run yet, by what this machine is measured to reach."""
     entries: dict[str, Entry] = document["pairs"]
-    left = [(name, entries[name]) for name in _not_run(document)]
+    waiting = ((name, entries[name]) for name in _not_run(document))
+    left = [(name, entry) for name, entry in waiting if "predicted_here" not in entry]
     if "profile" not in document:
         # In a process of its own: those that run plans are given the card by this one.
         for profile in in_parallel(_measured, [MEASURING_S], seconds=deadline - time.monotonic()):

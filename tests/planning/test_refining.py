@@ -53,6 +53,21 @@ def test_a_host_that_was_never_measured_steps_nothing() -> None:
     assert not machine.tried
 
 
+@pytest.mark.parametrize(
+    ("cleans", "seems", "share"), [(True, 10.05, 0.4), (True, 11, 0), (False, 10.05, 0)]
+)
+def test_a_first_share_that_has_the_allocator_clean_up_is_not_the_last_tried(
+    cleans: bool, seems: float, share: float
+) -> None:
+    def attempt(choices: Choices) -> Tried:
+        seconds = {0.0: 10.0, 0.2: seems, 0.4: 9.0}.get(choices.host_share, 10.0)
+        return Tried(choices=choices, seconds=seconds, cleans=cleans and choices.host_share == 0.2)
+
+    start = Tried(choices=INSIDE, seconds=10.0)
+    found = refine(start, attempt, gradients=GRADIENTS, first=1.0, host_steps=True)
+    assert found.choices.host_share == share
+
+
 @pytest.mark.parametrize("part", [0.0, *PARTS])
 def test_as_many_gradients_wait_as_make_it_fastest(part: float) -> None:
     room = int(part * GRADIENTS)

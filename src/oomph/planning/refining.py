@@ -28,6 +28,8 @@ EARLY = tuple(range(2, 9))
 CHUNKS = (2, 4)
 #: How much faster a step must get for the next one to be tried.
 WORTH_IT = 0.995
+#: How much slower a first share of the host may seem for the next to be tried all the same.
+NEARLY = 1.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,16 @@ def refine(
             foresee(_likely(best, coming, climbs[at + 1 :], helps=helps))
             found = attempt(move(best.choices))
             if found is None or found.seconds > WORTH_IT * best.seconds:
+                if climb is _share and not done and found is not None and _is_near(found, best):
+                    continue
                 break
             best = found
     return best
+
+
+def _is_near(found: Tried, best: Tried) -> bool:
+    """Whether only the allocator's cleaning up, which comes and goes, may keep it from helping."""
+    return found.cleans and found.seconds < NEARLY * best.seconds
 
 
 def _likely(

@@ -11,12 +11,13 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-#: The part of what memory gives to a fused AdamW by itself that the cores reach in a step.
-CORES_REACH = 0.5
-#: The part of it that cores and copies reach together. Beside an H200, in clipped steps of a model
-#: of 3 B parameters in bf16, the cores went through 44 GB/s, what stayed in their caches included,
-#: while the link carried 94; by itself a fused AdamW goes through 134.
-SHARED = 1.03
+#: The part of what memory gives to a fused AdamW by itself that the cores reach in a step. Beside
+#: H200s it was 0.44 and 0.51 with two shares of a model of 3 B parameters in bf16, and less on
+#: another of these machines: who shares a host is not known, so a low one is counted on.
+CORES_REACH = 0.4
+#: The part of it that cores and copies reach together: in clipped steps of the same model the cores
+#: went through 36 GB/s while the link carried 94, and by itself a fused AdamW goes through 134.
+SHARED = 0.97
 #: What is left to the cores at least, as a part of it.
 LEAST = 0.1
 
