@@ -28,9 +28,9 @@ from oomph.techniques.step_parts import StepParts
 
 #: Numbers that a step of AdamW reads and writes of a parameter.
 STEPPED = 7
-#: The same for a gradient that is scaled or converted before, most of which stays in caches: with 30
-#: and 40 % of 3 B parameters stepped by the host, clipped steps beside an H200 took 0.938 and
-#: 1.018 s, 0.948 and 1.024 by this.
+#: The same for a gradient that is scaled or converted before, most of which stays in caches: with
+#: 30 and 40 % of 3 B parameters stepped by the host, clipped steps beside an H200 took 0.938 and
+#: 1.018 s, and 0.948 and 1.024 by this.
 MADE = 1
 #: Bytes at whose multiples a converted gradient begins: whole numbers of any type, and of vectors.
 _ALIGNED = 64
