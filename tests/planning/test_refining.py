@@ -54,7 +54,7 @@ def test_a_host_that_was_never_measured_steps_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cleans", "seems", "share"), [(True, 10.05, 0.4), (True, 11, 0), (False, 10.05, 0)]
+    ("cleans", "seems", "share"), [(True, 10.4, 0.4), (True, 11, 0), (False, 10.05, 0)]
 )
 def test_a_first_share_that_has_the_allocator_clean_up_is_not_the_last_tried(
     cleans: bool, seems: float, share: float

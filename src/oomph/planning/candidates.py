@@ -63,9 +63,11 @@ class Verdict(NamedTuple):
 
 
 def with_blocks(candidate: Candidate, solution: Solution) -> Candidate:
-    """The same with other ways to run the blocks."""
-    blocks = candidate.heard.choose(solution).blocks
-    choices = dataclasses.replace(candidate.choices, blocks=blocks)
+    """The same with other ways to run the blocks, and the rows of the loss that were heard."""
+    heard = candidate.heard.choose(solution)
+    choices = dataclasses.replace(
+        candidate.choices, blocks=heard.blocks, loss_chunk=heard.loss_chunk
+    )
     return dataclasses.replace(candidate, solution=solution, choices=choices)
 
 

@@ -73,6 +73,9 @@ from oomph.units import format_bytes, parse_bytes
 LOSS_CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
 #: With which a chunked loss is heard; the others follow from it.
 HEARD_CHUNK = 2048
+#: Rows that are tried where gaps between large pieces take too much, and the part of a peak that
+#: these may be.
+SMALL_LOSS, FRAGMENTED = 2048, 0.05
 #: How much faster a plan with other weights must be to be preferred.
 FORMAT_HANDICAP = 1.02
 #: How much faster a size of micro-batch must be able to get to be heard at all.
@@ -869,12 +872,35 @@ class Planner:
         return seconds + verdict.step_retries * RETRY_SECONDS
 
     def _leaner(self, candidate: Candidate, missing: int) -> Candidate | None:
-        """The same with other ways to run the blocks, which leave so much more room."""
+        """The same with so much more room: other ways to run the blocks, or a smaller loss."""
         peak = candidate.solution.peak
-        solved = self._within(candidate.heard, peak - max(missing, 0) - peak // 100)
-        if not solved:
+        least = peak - max(missing, 0)
+        # A little more than that, if there is such a way, and with the same loss first.
+        for room in (least - peak // 100, least):
+            for variant in self._with_no_larger_loss(candidate):
+                if solved := self._within(variant, room):
+                    best = min(solved, key=variant.seconds)
+                    return with_blocks(dataclasses.replace(candidate, heard=variant), best)
+        rows = candidate.choices.loss_chunk
+        if rows is None or rows <= SMALL_LOSS or missing > FRAGMENTED * peak:
             return None
-        return with_blocks(candidate, min(solved, key=candidate.heard.seconds))
+        # By what was heard that changes nothing, but smaller pieces leave smaller gaps.
+        choices = dataclasses.replace(candidate.choices, loss_chunk=SMALL_LOSS)
+        return dataclasses.replace(candidate, choices=choices)
+
+    def _with_no_larger_loss(self, candidate: Candidate) -> list[Audition]:
+        """What was heard of it, with fewer and fewer rows of the loss at a time."""
+        heard, rows = candidate.heard, candidate.choices.loss_chunk
+        if rows is None:
+            return [heard]
+        variants = next(s for _, s in self._variants.values() if any(v is heard for v in s))
+        smaller = {
+            chunk: one
+            for one in variants
+            if (chunk := one.choices.loss_chunk) is not None and chunk <= rows
+            if one.choices.cuda_graph == candidate.choices.cuda_graph
+        }
+        return [smaller[chunk] for chunk in sorted(smaller, reverse=True)]
 
     def _check_until_one_fits(self) -> tuple[float, Verdict, Candidate] | None:
         """Check the fastest, and where it fails solve all again with that much less room."""

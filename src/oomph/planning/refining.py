@@ -29,7 +29,7 @@ CHUNKS = (2, 4)
 #: How much faster a step must get for the next one to be tried.
 WORTH_IT = 0.995
 #: How much slower a first share of the host may seem for the next to be tried all the same.
-NEARLY = 1.01
+NEARLY = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
