@@ -69,6 +69,25 @@ MEMORY_MISSED = {
 }
 
 
+SHARES: dict[str, float] = truth("host-shares")["seconds_by_host_share"]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_host_slows_a_step_down_by_as_much_as_is_predicted(
+    share: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its cores have what memory the link leaves to them."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    save_profile(Profile.from_dict(truth("profile")))
+    row = truth("offload-3b")["rows"][truth("host-shares")["choices_of"]]
+    choices = Choices.from_dict(row["choices"] | {"host_share": float(share)})
+    h200 = find_gpu("h200")
+    clock = Clock.of(h200)
+    phases = ("build", "first step", "step")
+    timeline = rehearse(CASES["3b"].job(), h200, phases, choices=choices, clock=clock)
+    assert step_effort(timeline, 1).seconds(clock) == pytest.approx(SHARES[share], rel=0.03)
+
+
 @pytest.mark.parametrize(("case", "name"), OFFLOADED)
 def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
     case: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

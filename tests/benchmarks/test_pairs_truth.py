@@ -53,6 +53,16 @@ TIMED = [
 ]
 
 
+def truth(name: str) -> dict[str, Any]:
+    return dict(json.loads((TRUTH.parent / f"h200-torch-2.11-{name}.json").read_text()))
+
+
+#: 35 pairs with the same choices on a machine that was measured first: the clock learned from it.
+STEPS = truth("steps")
+#: Pairs that were planned anew by that clock, and run on a third machine.
+AGAIN: dict[str, dict[str, Any]] = truth("plans-again")["pairs"]
+
+
 def test_more_than_sixty_ran_and_none_ran_out_of_memory() -> None:
     assert len(PAIRS) == 72
     # Those of one model took longer to compile than they were given.
@@ -88,6 +98,34 @@ def test_what_is_predicted_now_is_what_was_measured(name: str) -> None:
         job, oomph.find_gpu("h200"), ("build", "step"), choices=choices, skip_first_step=True
     )
     assert peak_allocated(timeline) == pytest.approx(PAIRS[name]["allocated"], rel=5e-3)
+
+
+def test_plans_that_were_run_again_took_what_was_predicted_before() -> None:
+    hidden = device_overhead(oomph.find_gpu("h200")).expected
+    assert len(AGAIN) == 14
+    for pair in AGAIN.values():
+        assert pair["reserved"] + hidden <= pair["budget"]
+        assert pair["seconds"] == pytest.approx(pair["plan"]["predicted"]["seconds"], rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "modernbert-base/16x1024/bf16-mixed/adamw/90%",
+        "roberta-large/16x512/bf16-mixed/adamw-fused/40%",
+        "t5-base/16x512/bf16-mixed/adamw/90%",
+        "vit-large/64x224/bf16-mixed/adamw-fused/40%",
+        "wav2vec2-base/16x48000/bf16-mixed/adamw-fused/60%",
+    ],
+)
+def test_steps_of_a_measured_machine_are_predicted_within_a_quarter(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    save_profile(Profile.from_dict(STEPS["profile"]))
+    pair = next(pair for pair in all_pairs() if pair.name == name)
+    seconds = predicted_again(pair, Choices.from_dict(PAIRS[name]["plan"]["choices"]))
+    assert seconds == pytest.approx(STEPS["pairs"][name]["seconds"], rel=0.25)
 
 
 @pytest.mark.parametrize("name", TIMED)
