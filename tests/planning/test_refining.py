@@ -68,6 +68,20 @@ def test_a_first_share_that_has_the_allocator_clean_up_is_not_the_last_tried(
     assert found.choices.host_share == share
 
 
+def test_the_last_weights_that_stayed_leave_again_where_the_host_could_step_then() -> None:
+    away = tuple(f"layer {at}" for at in range(8))
+
+    def attempt(choices: Choices) -> Tried | None:
+        staying = 8 - len(choices.weights_away)
+        if staying + 5 * choices.host_share > 4:
+            return None
+        return Tried(choices=choices, seconds=10 - staying / 10 - 3 * choices.host_share)
+
+    start = Tried(choices=dataclasses.replace(INSIDE, weights_away=away), seconds=10.0)
+    found = refine(start, attempt, gradients=GRADIENTS, first=1.0, host_steps=True).choices
+    assert (found.weights_away, found.host_share) == (away[3:], 0.2)
+
+
 @pytest.mark.parametrize("part", [0.0, *PARTS])
 def test_as_many_gradients_wait_as_make_it_fastest(part: float) -> None:
     room = int(part * GRADIENTS)

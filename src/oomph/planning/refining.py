@@ -85,6 +85,7 @@ def refine(
         between = [functools.partial(_share_between, by) for by in SHARES_BETWEEN]
         climbs += [_share, *between, _come_early_beside_a_share]
     climbs.append(_smaller_loss)
+    more_away = best.choices.weights_away
     for at, climb in enumerate(climbs):
         # Go on for as long as the next is faster.
         moves = climb(best)
@@ -97,10 +98,15 @@ def refine(
             coming = moves[done : done + 1] if once else moves[done:]
             foresee(_likely(best, coming, climbs[at + 1 :], helps=helps))
             found = attempt(move(best.choices))
+            if found is None and climb is _share and more_away != best.choices.weights_away:
+                # The last weights that stayed may have taken the room for it.
+                found = attempt(dataclasses.replace(move(best.choices), weights_away=more_away))
             if found is None or found.seconds > WORTH_IT * best.seconds:
                 if climb is _share and not done and found is not None and _is_near(found, best):
                     continue
                 break
+            if climb is _fewer_away:
+                more_away = best.choices.weights_away
             best = found
     return best
 
