@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
+from oomph.techniques.channels_last import channels_last
 from oomph.techniques.compiled_blocks import compile_block
+from oomph.techniques.fp8_products import multiply_in_fp8
 from oomph.techniques.recompute import recompute
 
 
@@ -94,6 +96,28 @@ def test_blocks_of_one_kind_are_compiled_once(compiler: Compiler) -> None:
     for block in model:
         compile_block(block)
     gradients(model)
+    assert compiler.backend.frame_count == 1
+
+
+def test_so_are_blocks_with_convolutions_that_have_channels_last(compiler: Compiler) -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)) for _ in range(5))
+    )
+    for block in model:
+        for convolution in block:
+            channels_last(convolution)
+        compile_block(block)
+    images = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    model(images.requires_grad_())
+    assert compiler.backend.frame_count == 1
+
+
+def test_and_blocks_that_multiply_in_fp8(compiler: Compiler) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(5))).bfloat16()
+    for block in model:
+        multiply_in_fp8(block[0])
+        compile_block(block)
+    model(torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True))
     assert compiler.backend.frame_count == 1
 
 

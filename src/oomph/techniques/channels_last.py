@@ -8,7 +8,7 @@ copies. Weights, and so the optimizer and saved files, stay as they are.
 
 from __future__ import annotations
 
-import functools
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -23,7 +23,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 def channels_last(convolution: nn.Module) -> Undo:
     """Give one convolution its images with channels last."""
-    return replace_forward(convolution, functools.partial(_convolve, convolution))
+    return replace_forward(convolution, MethodType(_convolve, convolution))
 
 
 def takes_images(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.ConvTranspose2d]:

@@ -8,7 +8,7 @@ not memory; unless its block is compiled, finding scales and rounding take longe
 
 from __future__ import annotations
 
-import functools
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ MULTIPLE = 16
 
 def multiply_in_fp8(linear: nn.Linear) -> Undo:
     """Make a linear layer multiply in FP8."""
-    return replace_forward(linear, functools.partial(_linear, linear))
+    return replace_forward(linear, MethodType(_linear, linear))
 
 
 def can_multiply_in_fp8(module: nn.Module) -> bool:

@@ -66,7 +66,11 @@ def recompute(block: nn.Module, keep: Collection[str] = (), *, compiled: bool = 
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Give one module another forward; undo leaves it exactly as it was."""
+    """Give one module another forward; undo leaves it exactly as it was.
+
+    Inside compiled blocks give a method of a plain function: a `functools.partial` is another
+    object in each block, for which PyTorch would compile each one anew.
+    """
     own = module.__dict__.get("forward")
     module.forward = forward
 
