@@ -14,6 +14,7 @@ from host_training import Recipe, Training, nearly, overflowing, plain, same_bit
 from test_host_optimizer import LINKS, of
 
 from oomph.errors import BadInput
+from oomph.techniques import host_optimizer
 
 sys.path.append(str(Path(__file__).parents[1] / "host"))
 from deferred_link import CountingLink, DeferredLink
@@ -67,6 +68,21 @@ def test_the_host_steps_none_of_it(name: str) -> None:
     on_host = {t.owned for t in trained.host._order.host_stepped}
     staying = {t.owned for t in trained.host._staying}
     assert on_host and staying and not on_host & staying
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("name", RECIPES)
+def test_hardly_any_state_is_not_worth_a_copy(
+    name: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_optimizer, "LITTLE", 0.01)
+    trained = begun(name, gpu_share=share, keep_gradients=3000)
+    same_bits(trained.run(STEPS), plainly(name))
+    assert trained.host is not None
+    total = sum(one.leaf.numel() for one in trained.host._trained)
+    little = {one for one in trained.host._trained if one.leaf.numel() <= total / 100}
+    assert len(little) > 5 and little <= trained.host._staying
+    assert (little < trained.host._staying) is bool(share)
 
 
 @pytest.mark.parametrize("name", ["plain", "masters, clipped"])

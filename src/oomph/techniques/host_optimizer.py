@@ -89,6 +89,9 @@ from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import StreamedWeights
 
+#: The part of all elements that a parameter has at most for its state to stay: biases and norms are
+#: most of a model's parameters, and copies of so little cost the host more than they free.
+LITTLE = 1e-4
 #: Buckets that backward completes for each that comes early: weights use the same way.
 EARLY_PACE = 3
 
@@ -114,7 +117,8 @@ class HostPlacement:
     disk_share: float = 0.0
     """The part of all elements whose state, and masters, wait on the disk; the GPU steps them."""
     gpu_share: float = 0.0
-    """The part of all elements whose state, and masters, stay on the GPU: the optimizer's first."""
+    """The part of all elements whose state, and masters, stay on the GPU: the optimizer's first,
+    beside those of the smallest parameters."""
     keep_gradients: int | None = None
     """Bytes of gradients that may wait on the GPU, those that forward needs first; None is all."""
     gradients_to_disk: bool = False
@@ -886,13 +890,16 @@ def _find_trained(
 
 
 def _staying(trained: Sequence[Trained], share: float) -> set[Trained]:
-    """The first ones, up to this share of all elements.
+    """The first ones, up to this share of all elements, and those that have hardly any.
 
-    These are mostly those that forward uses first: backward completes them last, when nothing is
-    left to compute beside which their state could come.
+    The first are mostly those that forward uses first: backward completes them last, when nothing
+    is left to compute beside which their state could come. Where weights are away, all of a block
+    comes and goes, or is the host's.
     """
-    left = share * sum(one.leaf.numel() for one in trained)
-    staying: set[Trained] = set()
+    total = sum(one.leaf.numel() for one in trained)
+    little = (one for one in trained if one.leaf.numel() <= LITTLE * total)
+    staying = {one for one in little if one.away is None}
+    left = share * total
     for one in trained:
         left -= one.leaf.numel()
         if left < 0:
