@@ -13,7 +13,8 @@ from oomph.job import Job
 from oomph.planning.block_timer import BlockTimer, Times
 from oomph.planning.choices import KEEP, RECOMPUTE, Choices
 from oomph.planning.pace import Pace
-from oomph.planning.planner import HEARD_CHUNK, plan
+from oomph.planning.planner import plan
+from oomph.planning.ways import HEARD_CHUNK
 from oomph.running.run import fit
 
 

@@ -27,6 +27,7 @@ from oomph.planning.host_room import make_host_room
 from oomph.planning.plan import Plan
 from oomph.planning.planner import make_planner, plan
 from oomph.planning.refining import Tried
+from oomph.planning.ways import Ways
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.techniques.step_buckets import bucket_bytes
@@ -489,7 +490,7 @@ def test_the_gpu_alone_is_the_answer_where_the_host_is_too_small_or_the_disk_too
     monkeypatch.setattr(planner, "LEAVE_FROM", 1.0)  # both are looked for
     monkeypatch.setattr(planner, "describe_changes", lambda *_: ())
     # A step inside backward would be copied to the host first.
-    monkeypatch.setattr(planner.Planner, "_may_step_in_backward", lambda *_: False)
+    monkeypatch.setattr(Ways, "_may_step_in_backward", lambda *_: False)
     large, small, too_small = (planned(5.6, host) for host in (None, 150 * MIB, 1 * MIB))
     assert large.choices.leaves
     assert not small.choices.leaves, "some of the state on the disk would be slower"
@@ -533,3 +534,14 @@ def test_an_attempt_says_that_host_memory_is_what_is_short(monkeypatch: pytest.M
 def test_on_the_cpu_there_is_no_host_beside_the_budget() -> None:
     with pytest.raises(BadInput, match="host memory is the budget"):
         plan(job(), budget="1GiB", host="1GiB")
+
+
+def test_less_host_memory_is_a_slower_plan_and_no_refusal() -> None:
+    """Even where the fastest that was found fails its check, and all that is made of it would."""
+    made = [planned(3.0, host, clip=1.0) for host in (None, 300 * MIB, 200 * MIB)]
+    assert all(one.choices.leaves for one in made)
+    assert made[0].predicted.host > 300 * MIB >= made[1].predicted.host
+    assert made[2].predicted.host <= 200 * MIB
+    assert made[2].predicted.disk > made[1].predicted.disk > made[0].predicted.disk == 0
+    seconds = [one.predicted.seconds for one in made]
+    assert seconds == sorted(seconds)

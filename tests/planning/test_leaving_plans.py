@@ -383,3 +383,54 @@ def test_what_cannot_fit_with_its_gradients_is_not_heard() -> None:
     assert (True, True) in rooms(1.9)
     assert (True, True) not in rooms(1.4) and (False, True) in rooms(1.4)
     assert {(True, False), (False, False)} <= rooms(1.4)
+
+
+def test_sizes_that_could_not_win_are_heard_where_nothing_else_passes_its_check() -> None:
+    """From the largest on: the smallest is the leanest, and the slowest."""
+    one = make_planner(job(), gpu=H200, budget="8GiB", allow="exact", compile_blocks=False)
+    one._look()
+    one._hear_all()
+    first, *others = one._unheard
+    assert first not in {heard.choices.micro_batch for heard in one.heard}
+    rooms = one._rooms()
+    checked = {str(c.choices) for heard in one.heard for c in one._solutions(heard, rooms)}
+    assert one._fastest(rooms, checked) is None
+    found = one._fastest_of_more(rooms, checked)
+    assert found is not None and found.choices.micro_batch == first
+    assert one._unheard == others
+
+
+def test_what_lacks_a_little_room_in_its_check_is_planned_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    examine, first = Checker._examine, []
+
+    def ask_for_more(self: Checker, choices: Choices, phases: Any) -> Any:
+        estimate, verdict = examine(self, choices, phases)
+        if phases is not AT_A_GLANCE and choices.gpu_share and not first:
+            first.append(choices)
+            need = self.limit(True) + MIB
+            return estimate, verdict._replace(fits=False, smallest_budget=need)
+        return estimate, verdict
+
+    monkeypatch.setattr(SecondProcess, "ask", lambda *_, **__: None)
+    monkeypatch.setattr(Checker, "_examine", ask_for_more)
+    budget = device_overhead(H200).high + int(3.9 * weights())
+    made = plan(job(), gpu=H200, budget=budget, allow="exact", compile_blocks=False)
+    (refused,) = first
+    assert made.choices.gpu_share == refused.gpu_share
+    assert made.choices.blocks != refused.blocks
+
+
+def test_copies_count_beside_what_kernels_take() -> None:
+    clock = Clock.of(H200)
+    found = survey(job(), H200, clock, lambda *_: None)
+    stays, leaves = (
+        audition(job(), H200, clock, found, Choices(optimizer_on=place))
+        for place in ("gpu", "host")
+    )
+    for heard in (stays, leaves):
+        (kept,) = (solver.solve(heard.chain, 1 << 40),)
+        assert kept is not None
+        waits = heard.seconds(kept) - heard.seconds_without_copies(kept)
+        assert (waits > 0) is (heard is leaves)

@@ -114,8 +114,10 @@ def test_what_fits_is_named_from_the_best_on() -> None:
     leaner, kept, none = tried
     assert leaner is not None and kept is not None and none is None
     assert leaner.seconds < kept.seconds
-    assert machine.trials.fastest_first(leaner) == [leaner, kept]
+    assert machine.trials.fastest_first(leaner, None) == [leaner, kept]
     # What is better than the best was given up for a reason.
-    assert machine.trials.fastest_first(kept) == [kept]
+    assert machine.trials.fastest_first(kept, None) == [kept]
     lighter = dataclasses.replace(leaner, host=leaner.host - 1)
-    assert machine.trials.fastest_first(lighter) == [lighter]
+    assert machine.trials.fastest_first(lighter, None) == [lighter, leaner, kept], "there is room"
+    assert machine.trials.fastest_first(lighter, kept.host) == [lighter, leaner, kept]
+    assert machine.trials.fastest_first(lighter, lighter.host) == [lighter]

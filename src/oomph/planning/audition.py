@@ -153,12 +153,18 @@ class Audition:
 
     def seconds(self, solution: Solution) -> float:
         """Predicted seconds of a step, with what kernels wait for copies at least."""
-        chosen = [
-            block.options[at] for block, at in zip(self.chain.blocks, solution.choice, strict=True)
-        ]
+        chosen = self._chosen(solution)
         return self._seconds(
             sum((option.pace for option in chosen), NONE), sum(option.moved for option in chosen)
         )
+
+    def seconds_without_copies(self, solution: Solution) -> float:
+        """The same if nothing had to wait for what comes and leaves."""
+        return self._whole(sum((option.pace for option in self._chosen(solution)), NONE)).seconds
+
+    def _chosen(self, solution: Solution) -> list[Option]:
+        pairs = zip(self.chain.blocks, solution.choice, strict=True)
+        return [block.options[at] for block, at in pairs]
 
     def priced(self, price: float) -> Chain:
         """The solver's chain with each byte that a block moves taken for so many seconds."""

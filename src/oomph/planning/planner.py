@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from oomph.errors import BadInput, CannotRehearse, DoesNotFit, HostTooSmall
 from oomph.estimation import Estimate
@@ -30,7 +29,6 @@ from oomph.job import Job, batch_size, make_batch
 from oomph.planning.audition import (
     Audition,
     audition,
-    buckets_of_a_block,
     count_parts,
     late_state,
 )
@@ -49,7 +47,7 @@ from oomph.planning.candidates import (
     way_of,
     with_blocks,
 )
-from oomph.planning.changes import describe_changes, fusing_rounds, price, without_each
+from oomph.planning.changes import describe_changes, price, without_each
 from oomph.planning.checker import Checker, Found, Say
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
@@ -58,11 +56,12 @@ from oomph.planning.plan import Change, MadeFor, Plan, Predicted
 from oomph.planning.pricing import Pricing
 from oomph.planning.questions import HEAR, PRICE, question
 from oomph.planning.real_clock import RealClock
-from oomph.planning.refining import WORTH_IT, refine
+from oomph.planning.refining import WORTH_IT, Tried, refine
 from oomph.planning.second_process import SecondProcess
 from oomph.planning.solver import Solution, leanest, solve
 from oomph.planning.survey import survey
 from oomph.planning.trials import Trials
+from oomph.planning.ways import Ways, stepping_later, tensors_of
 from oomph.rehearsal.compiled import forget_compiled
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.techniques.technique import Fidelity
@@ -71,8 +70,6 @@ from oomph.units import format_bytes, parse_bytes
 
 #: Rows of logits that may exist at a time; the largest that fits is the fastest.
 LOSS_CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
-#: With which a chunked loss is heard; the others follow from it.
-HEARD_CHUNK = 2048
 #: Rows that are tried where gaps between large pieces take too much, and the part of a peak that
 #: these may be.
 SMALL_LOSS, FRAGMENTED = 2048, 0.05
@@ -94,12 +91,8 @@ HOPELESS = 1.2
 PRICES = (0.0, 0.5, 1.0)
 #: Seconds that such a byte is taken for where host memory is short: only what must moves.
 DEAR = 1e-6
-#: Buckets of state that are on their way at least.
-LEAST_AHEAD = 2
 #: Bytes of a parameter's gradient, at least, and where it has a master in fp32.
 LEAST_GRADIENT, MASTER_GRADIENT = 2, 4
-#: Bytes of a parameter and its state, as Adam has it, that a run copies to step inside backward.
-UNDO_BYTES = 12
 #: What it takes to give cached memory back and ask for it anew: an H200 stood idle for 9 and for
 #: 20 ms in two steps that had about three of these each.
 RETRY_SECONDS = 5e-3
@@ -197,7 +190,7 @@ class Planner:
     heard: list[Audition] = dataclasses.field(default_factory=list)
     odd_sizes: list[OddSize] = dataclasses.field(default_factory=list)
     made_for: MadeFor | None = None
-    _weights: str | None = None
+    _weights: Weights | None = None
     """The way to hold the weights that was best for the first size."""
     _leaving: bool = False
     """Whether what leaves the GPU is heard."""
@@ -216,6 +209,8 @@ class Planner:
     _pricing: Pricing = dataclasses.field(init=False, repr=False)
     _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
     """By size of micro-batch: what the ways to run it that were not heard take at least."""
+    _unheard: list[int | None] = dataclasses.field(default_factory=list)
+    """Sizes of micro-batch that could not win by what was heard of others, the largest first."""
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     _second: SecondProcess = dataclasses.field(init=False)
 
@@ -264,6 +259,8 @@ class Planner:
             self.found = survey(self.job, self.gpu, self.clock, self._remember)
             self.batch = make_batch(self.job)
             self.notes += self.found.left_alone
+            if self.found.whole_because:
+                self.notes.append(f"the batch is not split: {self.found.whole_because}")
         self._checker = Checker(
             job=self.job,
             gpu=self.gpu,
@@ -285,11 +282,13 @@ class Planner:
         """Hear every way to run the job that may win, and be faster than what there is."""
         sizes = self._micro_batches()
         self._put_off.clear()
+        self._unheard = list(sizes)
         times: dict[int, PartTimes] = {}
         best, best_at = to_beat, 0
 
         def hear(at: int) -> None:
             nonlocal best, best_at
+            self._unheard.remove(sizes[at])
             heard = self._hear_size(sizes[at], to_beat=best)
             rooms = self._rooms()
             solved = min((one for h in heard for one in self._solutions(h, rooms)), default=None)
@@ -333,7 +332,7 @@ class Planner:
 
     def _keeps_too_much(self, base: Choices) -> bool:
         """Whether the weights and gradients that do not leave the GPU cannot fit it."""
-        if not base.leaves or not self._gradients_wait(base) or base.gradient_room is not None:
+        if not base.leaves or not self._ways.gradients_wait(base) or base.gradient_room is not None:
             return False
         lasting = [
             one.lasting
@@ -345,11 +344,6 @@ class Planner:
         each = MASTER_GRADIENT if base.weights == MASTERS else LEAST_GRADIENT
         return stays + each * self.found.trainable > self._rooms()[kind_of(base)]
 
-    def _gradients_wait(self, base: Choices) -> bool:
-        """Whether gradients are complete late, as those that are added up or clipped."""
-        clips = self.job.clip_norm is not None or base.precision == "fp16-mixed"
-        return clips or base.micro_batch is not None
-
     def _unlimited(self) -> float:
         """Seconds of a step if memory did not matter."""
         return min(
@@ -359,141 +353,30 @@ class Planner:
             if not (one.choices.cuda_graph and self._refuses_capture)
         )
 
+    @property
+    def _ways(self) -> Ways:
+        """As they are by what was found out so far."""
+        return Ways(
+            job=self.job,
+            gpu=self.gpu,
+            batch=self.batch,
+            found=self.found,
+            allow=self.allow,
+            compiles=self.compiles,
+            host=self.host,
+        )
+
     def _micro_batches(self) -> list[int | None]:
-        total = batch_size(self.batch)
-        if self.found.whole_because:
-            own = self.job.micro_batch
-            self.notes.append(f"the batch is not split: {self.found.whole_because}")
-            return [own]
-        powers = range((total - 1).bit_length() + 1)
-        sizes = [math.ceil(total / 2**power) for power in powers]
-        return [None if size == total else size for size in dict.fromkeys(sizes)]
+        return self._ways.sizes
 
     def _bases(self, size: int | None) -> list[Choices]:
         """Choices of everything but the blocks, for one size of micro-batch."""
         if self._like is not None:
-            return _stepping_later(self._base(self._like, size))
-        precision = self.job.precision
-        if precision == "fp32" and self.gpu is not None and self.allow.allows(Fidelity.ROUNDING):
-            precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
-        mixed = precision in ("bf16-mixed", "fp16-mixed")
-        compiled = self.compiles and self._may_fuse(precision) and self.found.can_compile
-        plain = Choices(
-            precision=precision,
-            compiled=compiled,
-            compiled_others=self.found.others if compiled else (),
-            fused_optimizer=self.found.can_fuse,
-            attention_rows=self._may_fuse(precision) and self.found.attention_has_gaps,
-            channels_last=self._may_have_channels_last(precision),
-        )
-        base = self._base(plain, size)
-        bases = [base]
-        rounds = self.allow.allows(Fidelity.ROUNDING)
-        if mixed and rounds and not base.compiled:
-            bases.append(dataclasses.replace(base, cast_cache=False))
-        if precision == "bf16-mixed" and rounds:
-            # First, so that they are heard here: what leaves the GPU later is like them.
-            bases.insert(0, dataclasses.replace(base, weights=MASTERS))
-        # Which weights are better hardly depends on the size: the first one decides.
-        if self._weights is not None:
-            bases = [one for one in bases if one.weights == self._weights]
-        if self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
-            bases += [dataclasses.replace(one, low_bit_state=True) for one in bases]
-        if self._may_multiply_in_fp8(plain):
-            bases += [dataclasses.replace(one, fp8=True) for one in bases]
-        if self._leaving:
-            # Where the GPU is too small, weights of half the bytes are better to have and to copy.
-            halved = [one for one in bases if one.weights == MASTERS]
-            aways = [away for one in halved or bases for away in self._away(one)]
-            return [away for away in aways if not self._keeps_too_much(away)]
-        return [later for one in bases for later in _stepping_later(one)]
-
-    def _away(self, base: Choices) -> list[Choices]:
-        """The same with the optimizer on the host, then with more and more beside it."""
-        if base.low_bit_state:
-            return []
-        away = [
-            dataclasses.replace(
-                base,
-                optimizer_on="host",
-                optimizer_in_backward=False,
-                state_ahead=max(buckets_of_a_block(self.found, base), LEAST_AHEAD),
-            )
-        ]
-        if self._gradients_wait(base):  # here or there
-            away.append(dataclasses.replace(away[0], gradient_room=0))
-        paths = tuple(block.path for block in self.found.blocks)
-        away += [dataclasses.replace(one, weights_away=paths) for one in away if paths]
-        if paths and away[-1].gradient_room is not None:
-            # Weights that are away leave room for gradients, which come when others are gone.
-            half = self._gradient_bytes(base) // 2
-            away.insert(-1, dataclasses.replace(away[-1], gradient_room=half))
-        most = away[-1].state_ahead
-        fewer = dict.fromkeys((max(2 * most // 3, LEAST_AHEAD), LEAST_AHEAD))
-        return away + [dataclasses.replace(away[-1], state_ahead=n) for n in fewer if n < most]
-
-    def _gradient_bytes(self, choices: Choices) -> int:
-        return (2 if choices.precision == "bf16" else 4) * self.found.trainable
-
-    def _base(self, plain: Choices, size: int | None) -> Choices:
-        """The same with micro-batches of this size, and what goes with that."""
-        head = self._head()
-        return dataclasses.replace(
-            plain,
-            micro_batch=size,
-            head=head,
-            loss_chunk=min(HEARD_CHUNK, self._rows(size)) if head else None,
-            optimizer_in_backward=size is None and self._may_step_in_backward(plain),
-        )
-
-    def _may_fuse(self, precision: str) -> bool:
-        """Whether fused kernels are near enough to what they replace."""
-        rounds = fusing_rounds(precision)
-        return self.gpu is not None and (not rounds or self.allow.allows(Fidelity.ROUNDING))
-
-    def _may_have_channels_last(self, precision: str) -> bool:
-        """Where Tensor Cores convolve: their kernels for half precision have no other layout."""
-        capability = self.gpu.compute_capability if self.gpu is not None else None
-        return (
-            self.found.convolves_images
-            and capability is not None
-            and capability >= (7, 0)
-            and precision not in ("fp32", "tf32")
-        )
-
-    def _may_multiply_in_fp8(self, plain: Choices) -> bool:
-        """Only compiled blocks are faster for it."""
-        return (
-            self.allow.allows(Fidelity.LOSSY)
-            and self.gpu is not None
-            and "fp8" in self.gpu.rates
-            and plain.compiled
-            and plain.precision in ("bf16", "bf16-mixed")
-        )
-
-    def _may_step_in_backward(self, plain: Choices) -> bool:
-        return (
-            self.found.steps_per_parameter
-            and self.job.clip_norm is None
-            and plain.precision != "fp16-mixed"
-            and plain.optimizer_on == "gpu"
-            # What is stepped there is copied to the host first.
-            and (self.host is None or UNDO_BYTES * self.found.trainable <= self.host)
-        )
-
-    def _head(self) -> str:
-        return next(iter(self.found.heads), "")
-
-    def _rows(self, size: int | None) -> int:
-        """Rows of logits in a micro-batch, at most."""
-        longest = max(
-            (math.prod(leaf.shape[1:2]) for leaf in self._leaves() if not leaf.is_floating_point()),
-            default=1,
-        )
-        return int((size or batch_size(self.batch)) * longest)
-
-    def _leaves(self) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+            return stepping_later(self._ways.with_size(self._like, size))
+        if not self._leaving:
+            return self._ways.staying(size, self._weights)
+        ways = self._ways.leaving(size, self._weights)
+        return [way for way in ways if not self._keeps_too_much(way)]
 
     # -- hearing and solving ----------------------------------------------------------------------
 
@@ -561,7 +444,7 @@ class Planner:
             return 0.0
         late = late_state(self.job, self.found, base)
         room = base.gradient_room
-        away = self._gradient_bytes(base) - room if room is not None else 0
+        away = self._ways.gradient_bytes(base) - room if room is not None else 0
         return max(
             (
                 one.fastest_with(parts=parts, late=late, gradients=away)
@@ -700,7 +583,7 @@ class Planner:
         if not base.head or base.loss_chunk is None:
             return [heard]
         width, depth = self.found.heads[base.head]
-        rows = self._rows(base.micro_batch)
+        rows = self._ways.rows(base.micro_batch)
         sizes = [size for size in LOSS_CHUNKS if size < rows]
         element = 4 if base.precision in ("fp32", "tf32") else 2
         variants = []
@@ -756,7 +639,7 @@ class Planner:
         found = self._check_until_one_fits()
         leaves = found[1:] if found is not None else None
         # With less to copy it may be as fast as its kernels.
-        is_refined = leaves is not None and leaves[1].seconds < to_beat
+        is_refined = leaves is not None and _without_copies(leaves[1]) < to_beat
         if leaves is not None and is_refined:
             leaves = self._refined(*leaves)
         if stays is None and to_beat < math.inf and self._counts(leaves) > to_beat:
@@ -811,23 +694,37 @@ class Planner:
             trials.begin(verdict, candidate),
             trials.attempt,
             foresee=trials.foresee,
-            gradients=self._gradient_bytes(candidate.choices),
+            gradients=self._ways.gradient_bytes(candidate.choices),
             first=self.found.first / self.found.trainable,
             host_steps=profile is not None
             and profile.host_adam is not None
             and self.allow.allows(Fidelity.ROUNDING),
         )
         if self.host is not None and best.host > self.host:
+            # From what passes its check: what fails it would do so with less in host memory, too.
+            best = trials.begin(*(self._confirmed(trials, best, None) or (verdict, candidate)))
             lighter = self._moving_less(trials.who_has(best.choices)[1])
             trials.add_blocks(lighter)
             best = make_host_room(best, lighter.choices, trials.attempt, self.host)
-        for tried in trials.fastest_first(best)[:MOST_CONFIRMED]:
+        return self._confirmed(trials, best, self.host) or (verdict, candidate)
+
+    def _confirmed(self, trials: Trials, best: Tried, host: int | None) -> Found | None:
+        """The fastest of what was tried that passes its check, or does with the room it lacks."""
+        leaner: list[Found] = []
+        for tried in trials.fastest_first(best, host)[:MOST_CONFIRMED]:
+            if any(self._rehearsed_seconds(*one) <= tried.seconds for one in leaner):
+                break
             found = trials.who_has(tried.choices)
             if not self._checker.was_checked(found[1]):
                 found = self._check_and_price(found[1])
             if found[0].fits:
-                return found
-        return verdict, candidate
+                return min([*leaner, found], key=lambda one: self._rehearsed_seconds(*one))
+            lean = self._leaner(found[1], found[0].smallest_budget - trials.limit)
+            if lean is not None:
+                checked = self._check_and_price(lean)
+                if checked[0].fits and (host is None or checked[0].host <= host):
+                    leaner.append(checked)
+        return min(leaner, key=lambda one: self._rehearsed_seconds(*one), default=None)
 
     def _check_and_price(self, candidate: Candidate) -> Found:
         """Its check, while the second process begins to price its changes."""
@@ -912,10 +809,8 @@ class Planner:
             if rival is not None and best is not None and not self._beats(rival, best[0]):
                 rival = None
             candidate = rival or self._fastest(rooms, checked)
-            if candidate is None and best is None and self._put_off:
-                for size in list(self._put_off):
-                    self._hear_size(size)
-                candidate = self._fastest(rooms, checked)
+            if candidate is None and best is None:
+                candidate = self._fastest_of_more(rooms, checked)
             if candidate is None or (best is not None and not self._beats(candidate, best[0])):
                 break
             checked.add(str(candidate.choices))
@@ -958,6 +853,19 @@ class Planner:
             # Fragmentation is no fixed amount: the leanest is tried before a kind is given up.
             rooms[kind_of(candidate.choices)] = lean if smaller < lean < tried else smaller
         return best
+
+    def _fastest_of_more(self, rooms: Rooms, checked: set[str]) -> Candidate | None:
+        """The fastest of what seemed too slow to be heard, where nothing else passed its check."""
+        more = [[*self._put_off], *([size] for size in self._unheard)]
+        for sizes in more:
+            for size in sizes:
+                if size in self._unheard:
+                    self._unheard.remove(size)
+                if not self._has_no_room_for_gradients(size):
+                    self._hear_size(size)
+            if sizes and (candidate := self._fastest(rooms, checked)) is not None:
+                return candidate
+        return None
 
     def _beats(self, candidate: Candidate, seconds: float) -> bool:
         """Whether a check may find it faster, by as much as a check is worth."""
@@ -1141,11 +1049,15 @@ class Planner:
         return max(
             (
                 leaf.numel()
-                for leaf in self._leaves()
+                for leaf in tensors_of(self.batch)
                 if not leaf.is_floating_point() and leaf.dim() == 2
             ),
             default=0,
         )
+
+
+def _without_copies(candidate: Candidate) -> float:
+    return candidate.heard.seconds_without_copies(candidate.solution)
 
 
 def _offloaded_to_disk(candidate: Candidate) -> Candidate:
@@ -1156,10 +1068,3 @@ def _offloaded_to_disk(candidate: Candidate) -> Candidate:
 def _size_of(base: Choices) -> dict[str, Any]:
     """What goes with a size of micro-batch."""
     return {"micro_batch": base.micro_batch, "loss_chunk": base.loss_chunk}
-
-
-def _stepping_later(choices: Choices) -> list[Choices]:
-    """The same with the step after backward, too, where it is inside."""
-    if not choices.optimizer_in_backward:
-        return [choices]
-    return [choices, dataclasses.replace(choices, optimizer_in_backward=False)]

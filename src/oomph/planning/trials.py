@@ -51,13 +51,18 @@ class Trials:
         """The candidate that was found with these choices, and its check."""
         return self._found[str(choices)]
 
-    def fastest_first(self, best: Tried) -> list[Tried]:
-        """What fits, from the best on; of the others only what takes no more of the host.
+    def fastest_first(self, best: Tried, host: int | None) -> list[Tried]:
+        """What fits the GPU, and so much of the host, from the best on.
 
         Whoever looked into them may have been too kind to some.
         """
         others = [one for one in self._attempts.values() if one is not None and one != best]
-        fit = [one for one in others if one.host <= best.host and one.seconds >= best.seconds]
+        fit = [
+            one
+            for one in others
+            if one.seconds >= best.seconds
+            if host is None or one.host <= max(host, best.host)
+        ]
         return [best, *sorted(fit, key=lambda one: one.seconds)]
 
     def foresee(self, choices: Sequence[Choices]) -> None:
