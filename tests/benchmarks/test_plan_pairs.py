@@ -236,7 +236,7 @@ def test_seconds_are_held_against_both_predictions(
     assert "profile, 2 timed: median 1.10, from 1.00 to 1.20, 2 within 25 %" in printed
 
 
-def test_the_machine_is_measured_once_and_what_is_not_run_is_predicted_by_it(
+def test_the_machine_is_measured_once_and_all_plans_are_predicted_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -263,12 +263,14 @@ def test_the_machine_is_measured_once_and_what_is_not_run_is_predicted_by_it(
     )
     usual = plans.predicted_again(all_pairs()[0], Choices())
     for _ in range(2):
-        plans.foretell(document, tmp_path / "plans.json", deadline=time.monotonic() + 60)
+        plans.measure_here(document, tmp_path / "plans.json", deadline=time.monotonic() + 60)
     assert len(measured) == 1
+    plans.foretell(document, tmp_path / "plans.json")
     written = load(tmp_path / "plans.json", {})
     assert Profile.from_dict(written["profile"]) == machine
-    assert written["pairs"][ready]["predicted_here"] == pytest.approx(usual * 1e-5 / BARE_LAUNCH)
-    assert not any("predicted_here" in written["pairs"][name] for name in (done, refused))
+    for name in (ready, done):
+        assert written["pairs"][name]["predicted_here"] == pytest.approx(usual * 1e-5 / BARE_LAUNCH)
+    assert "predicted_here" not in written["pairs"][refused]
     assert load_profile(plans.GPU) is None, "the machine's own settings are as they were"
 
 
@@ -291,3 +293,41 @@ def test_the_clock_is_checked_against_what_was_timed(monkeypatch: pytest.MonkeyP
     said = plans.check_clock({"pairs": entries}).splitlines()
     assert said[0] == "2 of 3 within 25 %, median 1.20"
     assert sorted(said[2:]) == sorted(f"{measured[name]:.2f} {name}" for name in pairs)
+
+
+def test_a_machine_that_was_not_measured_foretells_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "plans.json", {"schema": 1, "pairs": {}})
+    with pytest.raises(SystemExit):
+        main(["--foretell", str(tmp_path / "plans.json")])
+    assert "was not measured: use --clock" in capsys.readouterr().err
+
+
+def test_where_only_plans_that_are_there_are_run_none_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hours of a card are not for planning."""
+    planned: list[int] = []
+    ran: list[int] = []
+
+    class Card:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def run(self, tasks: list[Any]) -> None:
+            ran.append(len(tasks))
+
+    def in_parallel(work: Any, items: Any, seconds: float) -> Any:
+        planned.append(len(items))
+        return iter(())
+
+    monkeypatch.setattr(plans, "SharedCard", Card)
+    monkeypatch.setattr(plans, "in_parallel", in_parallel)
+    monkeypatch.setattr(plans, "measure_here", lambda *_, **__: None)
+    ready = {all_pairs()[0].name: {"plan": {}, "budget": 1}}
+    save(tmp_path / "plans.json", {"schema": 1, "pairs": ready})
+    for only_runs in (False, True):
+        plans.measure(tmp_path, deadline=time.monotonic() + 60, only_runs=only_runs)
+    assert planned == [len(all_pairs()) - 1, 0]
+    assert ran == [1, 1]
