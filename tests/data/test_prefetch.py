@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from locked_link import LockedLink
+from patience import eventually, waits_for_nobody
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -187,7 +188,28 @@ def test_a_pass_that_is_broken_off_ends_its_thread_and_its_generator() -> None:
         if batch == 3:
             break
     assert ended.wait(10)
-    assert not threads()
+    assert eventually(lambda: not threads())
+
+
+def test_a_pass_is_forgotten_without_waiting_for_its_thread() -> None:
+    # Garbage is collected anywhere, also while `threading` has locks that an ending thread needs.
+    goes_on, fetching = threading.Event(), threading.Event()
+
+    def loader() -> Iterator[int]:
+        yield 0
+        fetching.set()
+        goes_on.wait()
+        yield 1
+
+    prefetcher = Prefetcher(loader(), "cpu", 1)
+    passes = [iter(prefetcher)]
+    assert next(passes[0]) == 0
+    fetching.wait()
+    assert waits_for_nobody(passes.clear)
+    assert threads()
+    goes_on.set()
+    prefetcher.close()
+    assert not threads(), "who closes it waits"
 
 
 def test_a_closed_prefetcher_ends_its_thread_and_gives_no_more() -> None:

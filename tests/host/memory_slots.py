@@ -41,6 +41,10 @@ class MemorySlots:
         self._last[slot] = put, copy
         return copy
 
+    def give_up(self, get: Copy) -> None:
+        """Wait for it."""
+        get.finish()
+
     def announce(self, slots: Sequence[int]) -> None:
         """Nothing to prepare."""
 

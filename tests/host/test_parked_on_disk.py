@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from deferred_link import CountingLink
+from patience import eventually, waits_for_nobody
 from scarce_disk import ScarceDisk
 from shared_link import SharedLink
 from torch import Tensor
@@ -73,6 +76,10 @@ class Parks:
         parked = self.parking.park(tensor, position)
         parked.want()
         return parked
+
+
+def disk_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("oomph-disk")]
 
 
 def numbers(count: int) -> Tensor:
@@ -175,9 +182,18 @@ def test_clearing_gives_the_host_memory_and_the_room_back(tmp_path: Path) -> Non
     assert torch.equal(parked.take(first=True), numbers(3000)), "what is parked is still there"
     del parked
     gc.collect()
-    assert not parks.link.live
-    assert not [one for one in threading.enumerate() if one.name.startswith("oomph-disk")]
+    assert eventually(lambda: not parks.link.live and not disk_threads())
     assert not list(tmp_path.iterdir())
+
+
+def test_clearing_with_nothing_parked_leaves_no_thread(tmp_path: Path) -> None:
+    parks = Parks(tmp_path)
+    parked = parks.park(numbers(3000))
+    parked.leave()
+    parked.take(first=True)
+    del parked
+    parks.parking.clear()
+    assert not disk_threads()
 
 
 # -- what may go wrong -----------------------------------------------------------------------------
@@ -235,4 +251,33 @@ def test_what_nobody_wants_any_more_complains_to_nobody(tmp_path: Path) -> None:
     parked.fetch()
     parked.unwant()
     del parked, other, one
+    parks.parking.clear()
+
+
+def test_what_nobody_wants_any_more_is_dropped_while_the_disk_still_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parks = Parks(tmp_path)
+    parked, other = parks.park(numbers(900)), parks.park(numbers(9000), 1)
+    for one in (parked, other):
+        one.leave()  # the other one through all of the buffers
+    other.take(first=True)
+    goes_on, read = threading.Event(), os.preadv
+
+    def late(*how: Any) -> int:
+        goes_on.wait()
+        return read(*how)
+
+    monkeypatch.setattr(os, "preadv", late)
+    parked.fetch()
+    assert parked._here is not None
+    coming = weakref.ref(parked._here.untyped_storage())
+    assert waits_for_nobody(parked.unwant)
+    assert coming() is None
+    goes_on.set()
+    again = parks.park(numbers(9000) + 1, 2)  # its pieces go through the buffer of the other
+    again.leave()
+    assert torch.equal(again.take(first=True), numbers(9000) + 1)
+    assert torch.equal(parked.take(first=False), numbers(900)), "whoever asks again has it fetched"
+    del parked, other, one, again
     parks.parking.clear()

@@ -73,6 +73,33 @@ def test_while_it_is_busy_it_takes_no_questions(begin: Begin) -> None:
     assert second.answer(0.1) == 0.1
 
 
+def test_one_that_stands_still_is_not_waited_for(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_process, "PATIENCE", 0.1)
+    second = begin(lambda seconds: (time.sleep(seconds), seconds)[1])
+    second.ask([0.0])
+    assert second.answer(0.0) == 0.0
+    second.ask([3600])
+    assert second.answer(3600) is None
+    second.ask([0.5])
+    assert second.answer(0.5) is None, "what stood still once would do so again"
+
+
+def test_one_that_computes_is_waited_for(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second_process, "PATIENCE", 0.5)
+    second = begin(_compute_for)
+    second.ask([1.2])
+    assert second.answer(1.2) == 1.2
+
+
+def _compute_for(seconds: float) -> float:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return seconds
+
+
 def test_asked_instead_it_gives_up_what_is_none_of_it(begin: Begin) -> None:
     second = begin(lambda seconds: (time.sleep(seconds), seconds)[1])
     second.ask([0.0])

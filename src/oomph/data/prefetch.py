@@ -8,6 +8,7 @@ other tensor, so it is the same in every run and may be counted.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import weakref
@@ -56,6 +57,7 @@ class Prefetcher:
         self._slots = [Slot(link) if link is not None else None for _ in range(depth + STAGED)]
         self._waiting = make_waiting(self.device)
         self._pass: weakref.ref[_Pass] | None = None
+        self._feed: _Feed | None = None
         #: Where the loader was after the batch that was last handed out.
         self._place: Any = None
         self._closed = False
@@ -78,7 +80,7 @@ class Prefetcher:
         self._place = self._place_of_loader()
         feed = _Feed(iter(self._loader), self._slots, self._place_of_loader, self.device)
         one = _Pass(self, feed)
-        self._pass = weakref.ref(one)
+        self._pass, self._feed = weakref.ref(one), feed
         return one
 
     def __len__(self) -> int:
@@ -125,19 +127,21 @@ class Prefetcher:
     def _end_pass(self) -> None:
         one = self._pass() if self._pass is not None else None
         if one is not None:
-            one.close()
-        self._pass = None
+            one.end()
+        if self._feed is not None:
+            self._feed.join()  # of a pass that was forgotten, its thread may still fetch
+        self._pass = self._feed = None
 
 
 class _Pass(Iterator[Any]):
-    """One pass over the loader; ends its thread with the last batch, when closed or forgotten."""
+    """One pass over the loader; its thread ends with the last batch, or soon after the pass."""
 
     def __init__(self, prefetcher: Prefetcher, feed: _Feed) -> None:
         self._prefetcher, self._feed = prefetcher, feed
         #: On their way to the device, the next one first.
         self._sent: deque[_Sent] = deque()
         # The thread knows the feed and not this pass, so this pass can be forgotten.
-        self.close = weakref.finalize(self, _end_pass, feed, self._sent)
+        self.end = weakref.finalize(self, _end_pass, feed, self._sent)
         feed.start()
 
     def __next__(self) -> Any:
@@ -150,7 +154,8 @@ class _Pass(Iterator[Any]):
         if now.place is not None:
             self._prefetcher._place = now.place
         if now.error is not None:
-            self.close()
+            self.end()
+            self._feed.join()
             raise now.error
         for copy in now.copies:
             copy.wait()
@@ -179,7 +184,11 @@ class _Pass(Iterator[Any]):
 
 
 def _end_pass(feed: _Feed, sent: deque[_Sent]) -> None:
-    """End the thread; nothing is freed that a copy still writes to."""
+    """Have the thread end; nothing is freed that a copy still writes to.
+
+    It waits for the card at most: a garbage collector may call it anywhere, also inside of
+    `threading`, with locks held that an ending thread needs.
+    """
     feed.close()
     for one in sent:
         for copy in one.copies:
@@ -226,6 +235,7 @@ class _Feed:
 
     def start(self) -> None:
         """Begin to fetch."""
+        _running.add(self)
         self._thread.start()
 
     def take(self) -> _Fetched:
@@ -252,19 +262,23 @@ class _Feed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, after the batch that it is fetching."""
+        """Have the thread end, after the batch that it is fetching."""
         with self._changed:
             self._closed = True
+            self._ready.clear()
             self._changed.notify_all()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self._ready.clear()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
 
     def _run(self) -> None:
         try:
             while not self._closed:
                 fetched = self._fetch()
                 with self._changed:
+                    if self._closed:
+                        return
                     self._ready.append(fetched)
                     self._changed.notify_all()
                     if fetched.error is not None:
@@ -300,3 +314,15 @@ class _Feed:
             with contextlib.suppress(Exception):
                 close()
         del self._batches
+
+
+#: Those whose threads may be running: a thread knows its feed.
+_running: weakref.WeakSet[_Feed] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """No thread runs on into the end of the interpreter."""
+    for feed in list(_running):
+        feed.close()
+        feed.join()

@@ -34,14 +34,15 @@ from oomph.host.scratch_file import ALIGNMENT, NO_ROOM, Bytes, ScratchFile
 
 
 class DiskStore:
-    """Slots on a folder's disk, given back by `close` or with the last reference to the store."""
+    """Slots on a folder's disk, given back by `close`, or soon after the last reference is gone."""
 
     def __init__(self, folder: Path) -> None:
         self._file = ScratchFile(folder)
         self._threads = DiskThreads()
         self._slots: list[_Slot] = []
         self._lock = threading.Lock()
-        self._close = weakref.finalize(self, _close, self._threads, self._file, os.getpid())
+        self._owner = os.getpid()
+        self._drop = weakref.finalize(self, _drop, self._threads, self._slots)
 
     @property
     def direct(self) -> bool:
@@ -84,11 +85,22 @@ class DiskStore:
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has, and give the room back."""
-        self._close()
+        if os.getpid() != self._owner:
+            return  # a forked child has the file, but none of the threads
+        self._drop()
+        self._threads.close()
+        self._file.close()
 
     def _start(self, copy: DiskCopy, earlier: list[DiskCopy], after: Sequence[Copy]) -> None:
-        assert self._close.alive, "the store is closed"
+        assert self._drop.alive, "the store is closed"
         self._threads.start(copy, earlier, after)
+
+
+def _drop(threads: DiskThreads, slots: list[_Slot]) -> None:
+    """Have nothing more begin; what is under way holds what it needs, and that alone."""
+    threads.drop()
+    for slot in slots:
+        slot.last_write, slot.reads = None, []
 
 
 class _Slot:
@@ -175,10 +187,3 @@ def _aligned(piece: Bytes, file: ScratchFile) -> tuple[list[Bytes], Bytes, Bytes
 def _bytes_of(tensor: Tensor) -> Bytes:
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def _close(threads: DiskThreads, file: ScratchFile, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a forked child has the file, but none of the threads
-    threads.close()
-    file.close()

@@ -14,8 +14,9 @@ there yet goes on to the GPU with the next call of the store, or when it is wait
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -51,6 +52,8 @@ class DiskSlots:
         self._announced: deque[int] = deque()
         self._coming: list[_Get] = []
         """Gets that wait for the disk."""
+        # Buffers are not given back under a card that copies from them, whoever forgets the store.
+        weakref.finalize(self, _finish_gets, self._ring).atexit = False
 
     def slot(self, nbytes: int) -> int:
         """Room on the disk, reserved now, or `DiskFull`."""
@@ -85,6 +88,11 @@ class DiskSlots:
         self._go_on()
         return get
 
+    def give_up(self, get: Copy) -> None:
+        """Wait for the card if it copies already; else it never will."""
+        assert isinstance(get, _Get)
+        get.give_up()
+
     def announce(self, slots: Sequence[int]) -> None:
         """Begin to read, in this order, as many as there are buffers for."""
         self._announced = deque(slots)
@@ -95,9 +103,7 @@ class DiskSlots:
     def close(self) -> None:
         """Wait for the link, drop what has not reached the disk, and give all back."""
         try:
-            for buffer in self._ring:
-                for copy in buffer.gets():
-                    copy.finish()
+            _finish_gets(self._ring)
         finally:
             self._disk.close()
             self._ring.clear()
@@ -131,8 +137,9 @@ class DiskSlots:
         """The one that was not used for longest, of those that nobody was promised."""
         buffer = next(buffer for buffer in self._ring if not buffer.wanted)
         for get in buffer.got:
-            with contextlib.suppress(Exception):  # whoever waits for it will hear of it
-                get.begin()
+            if not get.over:
+                with contextlib.suppress(Exception):  # whoever waits for it will hear of it
+                    get.begin()
         self._touch(buffer)
         return buffer
 
@@ -212,6 +219,7 @@ class _Get:
         self._filled_by = buffer.filled_by
         self._memory = view_like(buffer.memory, target)
         self._target: Tensor | None = target
+        self._is_given_up = False
 
     def wait(self) -> None:
         """The host waits for the disk, and the computing stream for the rest."""
@@ -233,10 +241,22 @@ class _Get:
                     raise
             else:
                 after.append(self._filled_by)
-            assert self._target is not None
-            self.copy = self._link.to_gpu(self._memory, self._target, after=after)
+            target = self._target
+            if target is None:
+                assert self._is_given_up
+                return DoneCopy()
+            self.copy = self._link.to_gpu(self._memory, target, after=after)
             self._target = None  # the copy holds it until it is waited for
+            if self._is_given_up:  # by another thread's garbage collector, in this very moment
+                self.copy.finish()
         return self.copy
+
+    def give_up(self) -> None:
+        """Nobody wants it any more; what the disk brings stays in the buffer."""
+        self._is_given_up = True
+        self._target = None
+        if self.copy is not None:
+            self.copy.finish()
 
     def go_on(self) -> bool:
         """Begin if the disk is done; whether nothing is left to begin."""
@@ -248,8 +268,14 @@ class _Get:
 
     @property
     def over(self) -> bool:
-        """Whether it reads its buffer no more once `copy` is done, or failed before it could."""
-        return self.copy is not None or _has_failed(self._filled_by)
+        """Whether it reads its buffer no more once `copy` is done, or never will read it."""
+        return self.copy is not None or self._is_given_up or _has_failed(self._filled_by)
+
+
+def _finish_gets(ring: Iterable[_Buffer]) -> None:
+    for buffer in ring:
+        for copy in buffer.gets():
+            copy.finish()
 
 
 def _has_failed(copy: Copy) -> bool:

@@ -119,9 +119,17 @@ class DiskThreads:
         else:
             countdown()
 
+    def drop(self) -> None:
+        """Drop what has not begun; the threads end by themselves once nobody knows them.
+
+        It waits for nothing and takes no lock, so that a garbage collector may call it wherever it
+        runs: that may be inside of `threading`, with locks held that ending threads need.
+        """
+        self._closing = True
+
     def close(self) -> None:
         """Drop what has not begun and wait for what has; no thread is left."""
-        self._closing = True
+        self.drop()
         self._waiter.shutdown()
         self._movers.shutdown()
 

@@ -36,6 +36,13 @@ class Place(ABC):
     def get(self, target: Tensor) -> Copy:
         """Start to copy what was put last into memory of its size and type."""
 
+    def give_up(self, get: Copy) -> None:
+        """Have what was to be copied there no longer come, or wait until it has.
+
+        A garbage collector may call it: it waits for the card at most, and for no thread.
+        """
+        get.finish()
+
 
 class Parking(ABC):
     """Places by position: what is parked at the same position each time reuses them."""
@@ -193,7 +200,7 @@ class Parked:
             # Nobody waited for it, as after a backward that failed, and its memory must not be used
             # for anything else before it is done. How it ended is of no interest any more.
             with contextlib.suppress(Exception):
-                self._in.finish()
+                self.place.give_up(self._in)
         self._in = self._here = None
 
     def _start_fetch(self) -> None:

@@ -7,7 +7,6 @@ small gets more pieces; none is given back before all are.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -31,11 +30,11 @@ class DiskParking(Parking):
 
     def __init__(self, open_slots: OpenSlots) -> None:
         super().__init__()
-        self._disk: _Disk | None = _Disk(open_slots(PIECE, BUFFERS))
+        self._store: SlotStore | None = open_slots(PIECE, BUFFERS)
 
     def expect(self, coming: Iterable[Parked]) -> None:
         """Let the disk read it ahead, as far as there are buffers."""
-        if self._disk is None:
+        if self._store is None:
             return
         slots = (
             slot
@@ -43,31 +42,26 @@ class DiskParking(Parking):
             if isinstance(parked.place, _DiskPlace)
             for slot in parked.place.slots
         )
-        self._disk.store.announce(list(dict.fromkeys(slots)))
+        self._store.announce(list(dict.fromkeys(slots)))
 
     def clear(self) -> None:
         """Give the disk's room back, now or when the last that is parked there is fetched."""
+        is_empty = all(place.is_free for places in self._places.values() for place in places)
         super().clear()
-        self._disk = None
+        if self._store is not None and is_empty:
+            self._store.close()
+        self._store = None
 
     def _make_place(self) -> Place:
-        assert self._disk is not None, "nothing is parked any more"
-        return _DiskPlace(self._disk)
-
-
-class _Disk:
-    """A store that is closed when nobody needs it any more."""
-
-    def __init__(self, store: SlotStore) -> None:
-        self.store = store
-        weakref.finalize(self, store.close).atexit = False  # the store has its own end there
+        assert self._store is not None, "nothing is parked any more"
+        return _DiskPlace(self._store)
 
 
 class _DiskPlace(Place):
     """Slots for pieces."""
 
-    def __init__(self, disk: _Disk) -> None:
-        self._disk = disk
+    def __init__(self, store: SlotStore) -> None:
+        self._store = store
         #: By slot: its bytes.
         self._rooms: dict[int, int] = {}
         #: Those that hold what was put last.
@@ -77,14 +71,20 @@ class _DiskPlace(Place):
         """Copy to the disk, all of whose room is there before the first piece leaves."""
         while (missing := source.nbytes - sum(self._rooms.values())) > 0:
             size = min(missing, PIECE)
-            self._rooms[self._disk.store.slot(size)] = size
+            self._rooms[self._store.slot(size)] = size
         pieces = dict(self._pieces(source))
         self.slots = list(pieces)
-        return Copies([self._disk.store.put(slot, part) for slot, part in pieces.items()])
+        return Copies([self._store.put(slot, part) for slot, part in pieces.items()])
 
     def get(self, target: Tensor) -> Copy:
         """Copy to the GPU."""
-        return Copies([self._disk.store.get(slot, part) for slot, part in self._pieces(target)])
+        return Copies([self._store.get(slot, part) for slot, part in self._pieces(target)])
+
+    def give_up(self, get: Copy) -> None:
+        """Piece by piece."""
+        assert isinstance(get, Copies)
+        for piece in get.each:
+            self._store.give_up(piece)
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         left = tensor.view(torch.uint8)

@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class ScratchFile:
                 f"cannot write to the folder {folder}: {error.strerror}; name one that can be"
                 " written to"
             ) from None
+        self.close = weakref.finalize(self, os.close, self._file)
+        """Give the room back; happens with the last reference at the latest."""
         self.direct = _make_direct(self._file)
         """Whether it is read and written past the page cache."""
         if not self.direct:
@@ -102,10 +105,6 @@ class ScratchFile:
     def read(self, offset: int, pieces: Sequence[Bytes]) -> None:
         """Fill all of the pieces, without the GIL."""
         self._whole(os.preadv, offset, pieces)
-
-    def close(self) -> None:
-        """Give the room back."""
-        os.close(self._file)
 
     def _free(self) -> int:
         found = os.fstatvfs(self._file)

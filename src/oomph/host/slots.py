@@ -48,6 +48,12 @@ class SlotStore(Protocol):
     def get(self, slot: int, target: Tensor) -> Copy:
         """Bring what was put last, a tensor of that size, into memory that is no longer in use."""
 
+    def give_up(self, get: Copy) -> None:
+        """Nobody wants what this `get` brings; its target is free when this returns.
+
+        It waits for the card at most, and for no thread: a garbage collector may call it.
+        """
+
     def announce(self, slots: Sequence[int]) -> None:
         """Say which slots will be got next, in this order; forget what was announced before."""
 

@@ -16,9 +16,13 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+
+#: Seconds after which a fork that was waited for, and computed nothing meanwhile, is given up.
+PATIENCE = 10.0
 
 #: Works out the answer to a question; both are plain JSON, and no answer is None.
 Work = Callable[[Any], Any]
@@ -141,16 +145,29 @@ class _Child:
         return True
 
     def hear(self, *, wait: bool) -> bytes | None:
-        """The next line of it; empty where it ended, None where there is none yet."""
+        """The next line of it; empty where it ended or stands still, None where there is none."""
         while b"\n" not in self._heard:
-            if not wait and not select.select([self._from], [], [], 0)[0]:
-                return None
+            before = self._computed()
+            if not select.select([self._from], [], [], PATIENCE if wait else 0)[0]:
+                if not wait:
+                    return None
+                if self._computed() == before:
+                    return b""
+                continue
             more = os.read(self._from, 1 << 16)
             if not more:
                 return b""
             self._heard += more
         line, _, self._heard = self._heard.partition(b"\n")
         return line
+
+    def _computed(self) -> str:
+        """How long it computed so far, in ticks of the kernel's.
+
+        A fork has the locks of libraries as they were, and none of the threads that had them.
+        """
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return " ".join(fields[11:13])
 
     def end(self) -> None:
         os.kill(self._pid, signal.SIGKILL)

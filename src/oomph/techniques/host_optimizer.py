@@ -147,7 +147,7 @@ class HostOptimizer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         link: Link,
-        placement: HostPlacement = HostPlacement(),  # noqa: B008 - it is frozen
+        placement: HostPlacement = HostPlacement(),
         *,
         blocks: Collection[nn.Module] | None = None,
         masters: RoundedMasters | None = None,
