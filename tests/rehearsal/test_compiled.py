@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, SwinConfig, SwinModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -173,13 +175,18 @@ def run(recorder: Recorder, block: nn.Module, how: str = KEEP, rows: int = 4, **
     return out
 
 
+def graphs_and_cuts() -> tuple[int, int]:
+    graphs = [graph for alike in compiled._traced.values() for graph in alike]
+    return len(graphs), sum(len(graph.cuts) for graph in graphs)
+
+
 def test_blocks_of_one_class_are_traced_once_and_cut_once_for_each_choice() -> None:
     with pretend(H200) as recorder:
         for block in (Mlp(), Mlp(), Mlp()):
             run(recorder, block)
-        assert (len(compiled._cache.traced), len(compiled._cache.cut)) == (1, 1)
+        assert graphs_and_cuts() == (1, 1)
         run(recorder, Mlp(), RECOMPUTE)
-        assert (len(compiled._cache.traced), len(compiled._cache.cut)) == (1, 2)
+        assert graphs_and_cuts() == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +204,68 @@ def test_other_shapes_constants_and_gradients_are_other_graphs(
     with pretend(H200) as recorder:
         run(recorder, Mlp())
         differently(recorder)
-    assert len(compiled._cache.traced) == 2
+    assert graphs_and_cuts() == (2, 2)
+
+
+class Numbered(Mlp):
+    """One of several that differ in a number, a flag and the class of a module inside."""
+
+    def __init__(self, number: int, *, twice: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.number, self.twice = number, twice
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: Tensor, numbers: list[int] | None = None) -> Tensor:
+        if numbers is not None:
+            numbers.append(self.number)
+        out = self.dropout(super().forward(x))
+        return torch.tanh(out) if self.twice else out
+
+
+@pytest.mark.parametrize(
+    ("other", "graphs"),
+    [
+        (Numbered(2), 1),
+        (Numbered(1, twice=True), 2),
+        (Numbered(1, dropout=0.5), 2),
+    ],
+    ids=["a number that nobody reads", "a flag", "a module"],
+)
+def test_blocks_share_a_graph_where_all_that_is_read_is_the_same(
+    other: Numbered, graphs: int
+) -> None:
+    with pretend(H200) as recorder:
+        for block in (Numbered(1), other, Numbered(3)):
+            run(recorder, block)
+    assert graphs_and_cuts() == (graphs, graphs)
+
+
+def test_a_number_that_is_read_makes_another_graph() -> None:
+    with pretend(H200) as recorder:
+        for number in (1, 2, 1):
+            run(recorder, Numbered(number), numbers=[])
+    assert graphs_and_cuts() == (2, 2)
+
+
+def test_windows_that_are_shifted_in_some_blocks_count_there() -> None:
+    """In one class of block, every second of which shifts its windows and takes more for it."""
+    sizes = {"image_size": 32, "embed_dim": 32, "depths": [2], "num_heads": [2], "window_size": 4}
+    layers = SwinModel(SwinConfig(**sizes, drop_path_rate=0.0)).encoder.layers[0].blocks
+    images = torch.empty(4, 8 * 8, 32)
+
+    def peak(block: nn.Module) -> int:
+        with pretend(H200) as recorder:
+            block.to("cuda")
+            stand_in_for_compiled(block, KEEP, recorder=recorder)
+            block(images.to("cuda").requires_grad_(), (8, 8))[0].sum().backward()
+        events = recorder.timeline.stream_of_events()
+        sizes = (block.size if is_birth else -block.size for _, block, is_birth in events)
+        return max(itertools.accumulate(sizes))
+
+    alone = [peak(copy.deepcopy(layer)) for layer in reversed(layers)]
+    forget_compiled()
+    assert [peak(layer) for layer in layers] == alone[::-1]
+    assert alone[0] > alone[1]
 
 
 def test_autocast_is_part_of_the_graph() -> None:
@@ -205,21 +273,21 @@ def test_autocast_is_part_of_the_graph() -> None:
         run(recorder, Mlp())
         with torch.autocast("cuda", torch.bfloat16):
             out = run(recorder, Mlp())
-        assert len(compiled._cache.traced) == 2
+        assert graphs_and_cuts() == (2, 2)
         assert out.dtype is torch.float32  # what is added to it is wider
 
 
 def test_without_gradients_a_block_runs_as_it_is() -> None:
     with pretend(H200) as recorder, torch.no_grad():
         run(recorder, Mlp())
-        assert not compiled._cache.traced
+        assert graphs_and_cuts() == (0, 0)
 
 
 def test_forgetting_leaves_nothing() -> None:
     with pretend(H200) as recorder:
         run(recorder, Mlp())
     forget_compiled()
-    assert not compiled._cache.traced and not compiled._cache.cut
+    assert not compiled._traced
 
 
 # -- what blocks return ----------------------------------------------------------------------------
@@ -348,4 +416,4 @@ def test_a_block_whose_convolutions_compute_otherwise_is_another_graph() -> None
         for block in (plain, last):
             stand_in_for_compiled(block, KEEP, recorder=recorder)
             block(x)
-    assert len(compiled._cache.traced) == 2
+    assert graphs_and_cuts() == (2, 2)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.swin.modeling_swin import SwinDropPath
 
 from oomph.errors import BadInput
 from oomph.job import Job
@@ -429,6 +430,27 @@ def test_undo_leaves_model_and_optimizer_as_they_were(choices: Choices) -> None:
     averages = {name: t.dtype for name, t in state["state"][0].items()}
     assert averages == dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32)
     assert {float(one["step"]) for one in state["state"].values()} == {2.0}
+
+
+@pytest.mark.parametrize("how", ["keep", "recompute"])
+def test_compiled_blocks_have_the_rate_of_their_drop_path_in_a_tensor_until_undone(
+    how: str,
+) -> None:
+    def start(choices: Choices) -> tuple[nn.Module, list[Any], Callable[[], None]]:
+        job, model, optimizer = plain_job()
+        for rate, block in enumerate(model.blocks, start=1):  # type: ignore[arg-type, union-attr]
+            block.dropout = SwinDropPath(rate / 4)
+        stage, undo = apply_choices(choices, job, model, optimizer, device_type="cpu")
+        torch.manual_seed(2)
+        return model, [train_step(stage, batch) for batch in BATCHES], undo
+
+    _, expected, _ = start(Choices())
+    blocks = {"blocks.0": how, "blocks.1": how}
+    model, losses, undo = start(Choices(compiled=True, blocks=blocks))
+    torch.testing.assert_close(losses, expected)
+    assert [keep.item() for keep in model.buffers()] == [0.75, 0.5]
+    undo()
+    assert not list(model.buffers())
 
 
 def test_undone_and_applied_again_it_trains_on_as_if_nothing_had_been() -> None:

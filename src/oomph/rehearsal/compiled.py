@@ -37,6 +37,7 @@ from oomph.planning.choices import KEEP, saved_ops
 from oomph.rehearsal.fusion import Program, schedule
 from oomph.rehearsal.garbage import count_as_old
 from oomph.rehearsal.recorder import Bare, Recorder
+from oomph.rehearsal.settings_read import SettingsRead, reading_settings
 from oomph.techniques.attention_rows import closes_gaps
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
 from oomph.techniques.recompute import KINDS, replace_forward
@@ -92,6 +93,10 @@ class _Traced:
     result: _Result
     written: int
     """How many buffers the forward writes to: their new values come before the results."""
+    settings: SettingsRead
+    """What it was traced with: blocks that have others have other graphs."""
+    cuts: dict[str, _Cut] = field(default_factory=dict)
+    """The graph cut in two, by the choice of recompute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +124,13 @@ class _Cut:
         }
 
 
-@dataclass
-class _Cache:
-    """Blocks of one class with inputs of one shape share their graphs."""
-
-    traced: dict[Any, _Traced] = field(default_factory=dict)
-    cut: dict[Any, _Cut] = field(default_factory=dict)
-
-
-_cache = _Cache()
+#: Graphs by what can be told before tracing; blocks that are alike in that may differ in settings.
+_traced: dict[Any, list[_Traced]] = {}
 
 
 def forget_compiled() -> None:
     """Drop all traced graphs; they hold fake tensors only, but many."""
-    _cache.traced.clear()
-    _cache.cut.clear()
+    _traced.clear()
 
 
 def stand_in_for_compiled(block: nn.Module, how: str, *, recorder: Recorder) -> Undo:
@@ -186,7 +183,7 @@ class _Call:
 
     @property
     def key(self) -> Any:
-        """Equal for calls that compile to the same graphs."""
+        """Equal for calls that compile to the same graphs, if the block's settings are the same."""
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in self.tensors)
         constants = tuple(
             leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
@@ -194,7 +191,8 @@ class _Call:
             if not isinstance(leaf, Tensor)
         )
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        called = (type(self.block), self.names, shapes, constants, str(self.spec), cast)
+        inside = tuple(type(module) for module in self.block.modules())
+        called = (inside, self.names, shapes, constants, str(self.spec), cast)
         return *called, closes_gaps(), self._changed_inside()
 
     def _changed_inside(self) -> tuple[str, ...]:
@@ -204,20 +202,22 @@ class _Call:
 
 
 def _cut(call: _Call, forward: Callable[..., Any], how: str, recorder: Recorder) -> _Cut:
-    key = call.key
-    if (key, how) not in _cache.cut:
-        if key not in _cache.traced:
-            try:
-                _cache.traced[key] = _trace(call, forward, recorder)
-            except OomphError:
-                raise
-            except Exception as error:
-                raise CannotRehearse(
-                    f"{type(call.block).__name__} cannot be compiled as a whole: {error}"
-                ) from error
+    alike = _traced.setdefault(call.key, [])
+    traced = next((one for one in alike if one.settings.hold_for(call.block)), None)
+    if traced is None:
+        try:
+            traced = _trace(call, forward, recorder)
+        except OomphError:
+            raise
+        except Exception as error:
+            raise CannotRehearse(
+                f"{type(call.block).__name__} cannot be compiled as a whole: {error}"
+            ) from error
+        alike.append(traced)
+    if how not in traced.cuts:
         with _untouched(recorder):
-            _cache.cut[key, how] = _partition(_cache.traced[key], how)
-    return _cache.cut[key, how]
+            traced.cuts[how] = _partition(traced, how)
+    return traced.cuts[how]
 
 
 class _untouched:  # noqa: N801 - a context manager
@@ -255,9 +255,9 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
         named = dict(zip(call.names, tensors[:weights], strict=True))
-        with _reparametrize_module(call.block, named):
+        with _reparametrize_module(call.block, named), reading_settings(call.block) as settings:
             out = forward(*args, **kwargs)
-        found["result"] = _Result.of(out)
+        found.update(result=_Result.of(out), settings=settings)
         return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
 
     def keep(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:

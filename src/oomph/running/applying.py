@@ -37,6 +37,7 @@ from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.cold_weights import OnDisk
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
+from oomph.techniques.drop_paths import drop_paths, rate_as_tensor
 from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
@@ -260,6 +261,9 @@ class Applied:
 
     def _apply_to_block(self, part: _Part, module: nn.Module, do: Callable[[Undo], Any]) -> None:
         how, compiled = part.how, part.technique == _COMPILED
+        if compiled:
+            for drop_path in drop_paths(module):
+                do(rate_as_tensor(drop_path, self._device()))
         if self._compile_with is not None and compiled:
             do(self._compile_with(module, how))
             return

@@ -1,0 +1,98 @@
+"""Stochastic depth whose rate is a tensor: blocks that differ in it alone are compiled once.
+
+Later blocks drop their branch more often: each has a rate of its own, which PyTorch's compiler
+takes for a constant of the code, so that it compiles each block anew. What is drawn, and what
+becomes of it, is the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from oomph.techniques.recompute import replace_forward
+from oomph.techniques.technique import Undo
+
+#: A buffer that is not saved: the part of all samples that keep the branch.
+_KEEP = "oomph_keep"
+
+#: By class: whether it drops as `_drop` does.
+_known: dict[type[nn.Module], bool] = {}
+
+
+def drop_paths(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a block that drop a branch for some samples, as Hugging Face's do."""
+    for module in block.modules():
+        rate = getattr(module, "drop_prob", None)
+        if (
+            isinstance(rate, float)
+            and 0 < rate < 1
+            and not [*module.parameters(), *module.buffers(), *module.children()]
+            and "forward" not in vars(module)
+            and _drops_as_known(module)
+        ):
+            yield module
+
+
+def rate_as_tensor(module: nn.Module, device: torch.device) -> Undo:
+    """Have one of them read its rate from a tensor on the device."""
+    keep = torch.tensor(1 - module.drop_prob, dtype=torch.float64, device=device)
+    module.register_buffer(_KEEP, keep, persistent=False)
+    put_back = replace_forward(module, MethodType(_drop, module))
+
+    def undo() -> None:
+        put_back()
+        if hasattr(module, _KEEP):
+            delattr(module, _KEEP)
+
+    return undo
+
+
+def _drop(module: nn.Module, x: Tensor) -> Tensor:
+    if not module.training:
+        return x
+    return _dropped(x, getattr(module, _KEEP))
+
+
+def _dropped(x: Tensor, keep: Tensor) -> Tensor:
+    """Rounded where ops with a number would round."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    keep = keep.to(wide)
+    drawn = torch.rand((len(x), *[1] * (x.dim() - 1)), dtype=x.dtype, device=x.device)
+    is_kept = (drawn.to(wide) + keep).to(x.dtype).floor()
+    return (x.to(wide) / keep).to(x.dtype) * is_kept
+
+
+def _drops_as_known(module: nn.Module) -> bool:
+    kind = type(module)
+    if kind not in _known:
+        _known[kind] = _drops_alike(module)
+    return _known[kind]
+
+
+def _drops_alike(module: nn.Module) -> bool:
+    """Whether the same comes of the same draws, in a small trial outside of any rehearsal."""
+    twin = copy.copy(module)
+    twin.training = True
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        x = torch.arange(1.0, 193.0, device="cpu").view(64, 3, 1)
+        keep = torch.tensor(1 - module.drop_prob, dtype=torch.float64, device="cpu")
+        torch.default_generator.manual_seed(0)
+        ours = _dropped(x, keep)
+        torch.default_generator.manual_seed(0)
+        try:
+            theirs = twin(x)
+        except Exception:
+            return False
+        return isinstance(theirs, Tensor) and torch.equal(theirs, ours)
