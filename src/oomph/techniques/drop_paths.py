@@ -28,10 +28,8 @@ _known: dict[type[nn.Module], bool] = {}
 def drop_paths(block: nn.Module) -> Iterator[nn.Module]:
     """The modules in a block that drop a branch for some samples, as Hugging Face's do."""
     for module in block.modules():
-        rate = getattr(module, "drop_prob", None)
         if (
-            isinstance(rate, float)
-            and 0 < rate < 1
+            0 < _rate(module) < 1
             and not [*module.parameters(), *module.buffers(), *module.children()]
             and "forward" not in vars(module)
             and _drops_as_known(module)
@@ -41,8 +39,7 @@ def drop_paths(block: nn.Module) -> Iterator[nn.Module]:
 
 def rate_as_tensor(module: nn.Module, device: torch.device) -> Undo:
     """Have one of them read its rate from a tensor on the device."""
-    keep = torch.tensor(1 - module.drop_prob, dtype=torch.float64, device=device)
-    module.register_buffer(_KEEP, keep, persistent=False)
+    module.register_buffer(_KEEP, _keep(module, device), persistent=False)
     put_back = replace_forward(module, MethodType(_drop, module))
 
     def undo() -> None:
@@ -51,6 +48,15 @@ def rate_as_tensor(module: nn.Module, device: torch.device) -> Undo:
             delattr(module, _KEEP)
 
     return undo
+
+
+def _rate(module: nn.Module) -> float:
+    rate = getattr(module, "drop_prob", None)
+    return rate if isinstance(rate, float) else 0.0
+
+
+def _keep(module: nn.Module, device: torch.device) -> Tensor:
+    return torch.tensor(1 - _rate(module), dtype=torch.float64, device=device)
 
 
 def _drop(module: nn.Module, x: Tensor) -> Tensor:
@@ -87,7 +93,7 @@ def _drops_alike(module: nn.Module) -> bool:
         torch.autocast("cpu", enabled=False),
     ):
         x = torch.arange(1.0, 193.0, device="cpu").view(64, 3, 1)
-        keep = torch.tensor(1 - module.drop_prob, dtype=torch.float64, device="cpu")
+        keep = _keep(module, torch.device("cpu"))
         torch.default_generator.manual_seed(0)
         ours = _dropped(x, keep)
         torch.default_generator.manual_seed(0)
