@@ -161,6 +161,19 @@ def test_results_that_depend_on_each_other_are_not_one_kernel() -> None:
     assert max(len(step.takes) for step in one.steps) == 1
 
 
+def test_nor_are_those_that_do_by_way_of_what_other_kernels_took_in_since() -> None:
+    """As in a layer of Gemma 3."""
+
+    def tangled(u: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        a, b, d = u.relu(), v.relu(), w.relu()
+        of_a, of_b, of_d = a @ a, b @ b, d @ d
+        # Beside a, which then waits for b; beside b, which then waits for d; not beside d.
+        return u.sin() + of_b, v.sin() + of_d, w.sin() + of_a
+
+    one = program(tangled, (N, N), (N, N), (N, N))
+    assert sorted(len(step.takes) for step in one.steps) == [1] * 5 + [2, 2]
+
+
 def test_what_is_read_often_and_costly_is_written_down() -> None:
     def sums(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         total = tensors[0]

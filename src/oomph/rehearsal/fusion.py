@@ -203,40 +203,41 @@ _Reads = dict[fx.Node, set[fx.Node]]
 def _fuse_side_by_side(nodes: list[fx.Node], reads: _Reads) -> list[_Kernel]:
     """Pointwise results of one size that read a buffer in common are written by one kernel."""
     kernels: list[_Kernel] = []
-    before: dict[fx.Node, set[fx.Node]] = {}
-    """All nodes that must have run, by node."""
-    waits = _by_writer(reads)
+    home: dict[fx.Node, int] = {}
+    waits: list[set[int]] = []
+    """By kernel: those whose results it reads."""
+    sources = _by_writer(reads)
     for node in nodes:
-        before[node] = set().union(*({s, *before.get(s, ())} for s in waits[node]), set())
-    for node in nodes:
+        direct = {home[source] for source in sources[node] if source in home}
+        at = len(kernels)
         if _is_fused(node) and not _is_reduction(node):
-            for kernel in reversed(kernels):
-                if _may_join(node, kernel, reads, before):
-                    kernel.append(node)
-                    for member in kernel:
-                        before[member] |= before[node]
-                    break
-            else:
-                kernels.append([node])
-        else:
-            kernels.append([node])
+            # A kernel that one of its own results comes back to would wait for itself.
+            earlier = _all_before(direct, waits)
+            alike = (k for k in reversed(range(at)) if _are_alike(node, kernels[k], reads))
+            at = next((k for k in alike if k not in earlier), at)
+        if at == len(kernels):
+            kernels.append([])
+            waits.append(set())
+        kernels[at].append(node)
+        waits[at] |= direct
+        home[node] = at
     return kernels
 
 
-def _may_join(
-    node: fx.Node, kernel: _Kernel, reads: _Reads, before: dict[fx.Node, set[fx.Node]]
-) -> bool:
+def _all_before(direct: set[int], waits: list[set[int]]) -> set[int]:
+    """These kernels and all that must have run before them."""
+    found, new = set(direct), direct
+    while new:
+        new = set().union(*(waits[kernel] for kernel in new)) - found
+        found |= new
+    return found
+
+
+def _are_alike(node: fx.Node, kernel: _Kernel, reads: _Reads) -> bool:
     first = kernel[0]
     if not _is_fused(first) or _is_reduction(first) or _numel(first) != _numel(node):
         return False
-    if not any(reads[node] & reads[member] for member in kernel):
-        return False
-    # What a member wrote may come back through a kernel of its own: then they cannot be one.
-    members = set(kernel)
-    between = before[node] - members
-    return not any(before.get(other, set()) & members for other in between) and not any(
-        member in before[node] for member in kernel
-    )
+    return any(reads[node] & reads[member] for member in kernel)
 
 
 def _by_writer(reads: _Reads) -> _Reads:
