@@ -18,7 +18,7 @@ from oomph.estimation import Estimate, estimate, judge
 from oomph.gpus import GPU, find_gpu
 from oomph.job import Job, Precision
 from oomph.planning.candidates import PartTimes, least_seconds
-from oomph.planning.choices import KEEP
+from oomph.planning.choices import KEEP, MASTERS
 from oomph.planning.plan import Plan
 from oomph.planning.planner import plan
 from oomph.rehearsal.allocator import AllocatorSettings
@@ -279,6 +279,25 @@ def test_what_cannot_be_compiled_stays_as_it_is_and_says_so(
     made = plan(job(lambda: Chain(block), rows=16, samples=1), gpu="h200", budget="2GiB")
     assert not made.choices.compiled
     assert any(note.startswith("blocks are not compiled: ") for note in made.notes)
+
+
+class BranchesInFull(Block):
+    """A block that asks what its numbers are where its weights are in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.up.weight.dtype is torch.float32 and x.sum() <= 0:
+            return x
+        return super().forward(x)
+
+
+def test_what_can_be_compiled_with_some_weights_only_is_with_these() -> None:
+    """As experts of Hugging Face's, which are multiplied otherwise in fp32."""
+    heavy = job(lambda: Chain(BranchesInFull), rows=2**14, samples=1)
+    made = plan(heavy, gpu="h200", budget="24GiB")
+    assert made.choices.compiled and made.choices.weights == MASTERS
+    assert not any("not compiled" in note for note in made.notes)
+    (masters,) = (change for change in made.changes if change.technique == "weights")
+    assert masters.costs < 0  # without them nothing would be compiled
 
 
 def test_what_cannot_be_recomputed_is_kept_and_says_so() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from oomph.errors import CannotRehearse
 from oomph.planning import pricing as module
 from oomph.planning.choices import MASTERS, Choices
 from oomph.planning.pricing import Pricing
@@ -74,6 +75,19 @@ def test_beside_a_check_less_is_priced_here(here: list[Choices]) -> None:
     settled = [dataclasses.replace(w, allocator="expandable_segments:True") for w in WANTED]
     assert one.price_all(settled) == [worth(w) for w in WANTED]
     assert len(here) == 1
+
+
+def test_what_cannot_be_compiled_any_more_is_priced_with_eager_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def price(job: Any, gpu: Any, clock: Any, choices: Choices) -> tuple[int, float]:
+        if choices.compiled and choices.weights != MASTERS:
+            raise CannotRehearse("it cannot be compiled")
+        return (1 if choices.compiled else 2), 0.5
+
+    monkeypatch.setattr(module, "price", price)
+    own = dataclasses.replace(PLAN, weights="own", optimizer_on="gpu", compiled_others=("norm",))
+    assert pricing(Second(answers=False)).price_all([PLAN, own]) == [(1, 0.5), (2, 0.5)]
 
 
 def test_what_nobody_answers_is_priced_here(here: list[Choices]) -> None:

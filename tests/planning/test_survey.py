@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from oomph.errors import CannotRehearse
 from oomph.gpus import find_gpu
 from oomph.job import Job
-from oomph.planning.choices import KEEP, RECOMPUTE, saved_ops
+from oomph.planning.choices import KEEP, RECOMPUTE, Choices, saved_ops
 from oomph.planning.survey import Block, SavableOp, Survey, survey
+from oomph.running.applying import apply_choices
+from oomph.running.step import train_step
 from oomph.timing.clock import Clock
 
 H200 = find_gpu("h200")
@@ -86,6 +88,39 @@ def test_the_result_of_a_blocks_last_product_is_never_worth_saving() -> None:
     found = look(chain(three))
     assert [op.name for op in found.blocks[0].ops] == ["product#0", "product#1"]
     assert found.options(found.blocks[0]) == (KEEP, RECOMPUTE, "recompute saving product#0")
+
+
+class Adds(nn.Module):
+    """Writes to the results of its first product and, through a view, of its third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, last = self.layers
+        hidden = second(first(x).add_(1).relu()).relu()
+        x = third(hidden)
+        x.view(-1, 4)[:, 1:].mul_(2)
+        return last(x.relu())
+
+
+def test_what_a_block_writes_to_later_is_not_saved() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(Adds() for _ in range(3)))
+
+    found = look(chain(model))
+    assert found.options(found.blocks[0]) == (KEEP, RECOMPUTE, "recompute saving product#1")
+    batch = (torch.randn(4, 16), torch.randn(4, 16))
+    losses = []
+    for blocks in ({}, dict.fromkeys("012", "recompute saving product#1")):
+        torch.manual_seed(0)
+        own = model()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        job = Job(own, nn.MSELoss(), optimizer, batch)
+        stage, _ = apply_choices(Choices(blocks=blocks), job, own, optimizer, device_type="cpu")
+        losses.append([train_step(stage, batch) for _ in range(3)])
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
 
 
 def test_a_block_without_products_can_be_kept_or_recomputed() -> None:

@@ -207,6 +207,8 @@ class Planner:
     """By the identity of an audition: itself, and the same with other chunks of the loss."""
     _checker: Checker = dataclasses.field(init=False, repr=False)
     _pricing: Pricing = dataclasses.field(init=False, repr=False)
+    _uncompiled: dict[Weights, str] = dataclasses.field(default_factory=dict)
+    """By the way to hold the weights with which blocks cannot be compiled: why not."""
     _put_off: dict[int | None, float] = dataclasses.field(default_factory=dict)
     """By size of micro-batch: what the ways to run it that were not heard take at least."""
     _unheard: list[int | None] = dataclasses.field(default_factory=list)
@@ -363,6 +365,7 @@ class Planner:
             found=self.found,
             allow=self.allow,
             compiles=self.compiles,
+            uncompiled=self._uncompiled,
             host=self.host,
         )
 
@@ -406,6 +409,8 @@ class Planner:
             one = before or self._hear(base)
             if one is None:
                 self._second.close()  # it believes in what turned out to be different
+                if base.compiled and base.weights in self._uncompiled:
+                    self.heard += [it for it in heard if it not in self.heard]  # as true as before
                 return self._hear_size(size, to_beat)
             if before is None:
                 self._told.append(one)
@@ -509,8 +514,7 @@ class Planner:
             heard = from_plain(told) if told is not None else self._audition(base)
         except CannotRehearse as error:
             if base.compiled and self._like is None:
-                self.notes.append(f"blocks are not compiled: {error}")
-                self.compiles = False
+                self._uncompiled[base.weights] = str(error)
             elif self.found.blocks:
                 self.notes.append(f"no block is recomputed: {error}")
                 self.found = dataclasses.replace(self.found, blocks=())
@@ -1012,6 +1016,10 @@ class Planner:
                 "micro-batches draw other random numbers than the whole batch would; each is as"
                 " random"
             )
+        if self._uncompiled and not candidate.choices.compiled:
+            some = next(iter(self._uncompiled.values()))
+            reason = self._uncompiled.get(candidate.choices.weights, some)
+            self.notes.append(f"blocks are not compiled: {reason}")
         unlimited = self._unlimited()
         seconds = candidate.rehearsed or candidate.heard.seconds(candidate.solution)
         choices = candidate.choices

@@ -6,9 +6,11 @@ meanwhile could as well have them ready.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from oomph.errors import CannotRehearse
 from oomph.gpus import GPU
 from oomph.job import Job
 from oomph.planning.changes import Price, price
@@ -63,7 +65,14 @@ class Pricing:
         self.second.ask(self._beside, instead=True)
 
     def _price(self, choices: Choices) -> Price:
-        return price(self.job, self.gpu, self.clock, choices)
+        """Its price; where blocks cannot be compiled with what is left, that of eager ones."""
+        try:
+            return price(self.job, self.gpu, self.clock, choices)
+        except CannotRehearse:
+            if not choices.compiled:
+                raise
+        eager = dataclasses.replace(choices, compiled=False, compiled_others=())
+        return price(self.job, self.gpu, self.clock, eager)
 
 
 def _effort(choices: Choices) -> int:

@@ -44,6 +44,8 @@ class SavableOp:
     name: str
     nbytes: int
     seconds: float
+    is_overwritten: bool = False
+    """Whether the block writes to the result later: checkpointing refuses to keep such a one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ class Survey:
     def options(self, block: Block) -> tuple[str, ...]:
         """The menu of a block: keep, recompute, and ways between them."""
         # The last product's result goes out of the block: nothing in backward asks for it.
-        ops = [op for op in block.ops[:-1] if op.nbytes]
+        ops = [op for op in block.ops[:-1] if op.nbytes and not op.is_overwritten]
         ranked = sorted(ops, key=lambda op: -op.seconds / op.nbytes)
         sizes = sorted({1, (len(ranked) + 1) // 2, len(ranked)} - {0}) if ranked else []
         in_order = [op.name for op in ops]
@@ -270,6 +272,8 @@ class _OpLog(TorchDispatchMode):
         self.ops: list[tuple[Any, SavableOp | None]] = []
         self.draws_random_numbers = False
         self._clock = clock
+        #: By storage: where in the log the op is whose result is worth saving.
+        self._results: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -282,16 +286,47 @@ class _OpLog(TorchDispatchMode):
                 nbytes=sum(t.numel() * t.element_size() for t in tensors_in(out)),
                 seconds=self._clock.seconds(work_of(func, args, out)),
             )
+        self._follow_results(func, args, kwargs or {}, out, is_savable=savable is not None)
         self.ops.append((func, savable))
         self.draws_random_numbers |= _draws(func, args, kwargs or {})
         return out
+
+    def _follow_results(
+        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, is_savable: bool
+    ) -> None:
+        """Know which storages are results worth saving, and which of them are written to."""
+        for key in _keys(tensors_in(_written(func, args, kwargs))):
+            if (at := self._results.get(key)) is not None:
+                op, savable = self.ops[at]
+                assert savable is not None
+                self.ops[at] = op, dataclasses.replace(savable, is_overwritten=True)
+        for key in _keys(tensors_in(out)) - _keys(tensors_in((args, kwargs))):
+            self._results.pop(key, None)  # of something that is gone
+            if is_savable:
+                self._results[key] = len(self.ops)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an op writes to."""
+    if not func._schema.is_mutable:
+        return []
+    given = {**dict(zip(_names(func), args, strict=False)), **kwargs}
+    return [
+        given.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _names(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers; attention does where it has dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = [argument.name for argument in func._schema.arguments]
+    names = _names(func)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 

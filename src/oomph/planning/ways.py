@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class Ways:
     found: Survey
     allow: Fidelity
     compiles: bool
+    uncompiled: Collection[Weights]
+    """Ways to hold the weights with which blocks cannot be compiled."""
     host: int | None
     """Host memory that a plan may take; None where there is no limit."""
 
@@ -95,29 +98,33 @@ class Ways:
         rounds = self.allow.allows(Fidelity.ROUNDING)
         if precision == "fp32" and self.gpu is not None and rounds:
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
-        compiled = self.compiles and self._may_fuse(precision) and self.found.can_compile
         plain = Choices(
             precision=precision,
-            compiled=compiled,
-            compiled_others=self.found.others if compiled else (),
             fused_optimizer=self.found.can_fuse,
             attention_rows=self._may_fuse(precision) and self.found.attention_has_gaps,
             channels_last=self._may_have_channels_last(precision),
         )
         base = self.with_size(plain, size)
-        ways = [base]
-        if precision in ("bf16-mixed", "fp16-mixed") and rounds and not base.compiled:
-            ways.append(dataclasses.replace(base, cast_cache=False))
+        own = self._compiled(base)
+        ways = [own]
+        if precision in ("bf16-mixed", "fp16-mixed") and rounds and not own.compiled:
+            ways.append(dataclasses.replace(own, cast_cache=False))
         if precision == "bf16-mixed" and rounds:
             # First, so that they are heard here: what leaves the GPU later is like them.
-            ways.insert(0, dataclasses.replace(base, weights=MASTERS))
+            ways.insert(0, self._compiled(dataclasses.replace(base, weights=MASTERS)))
         if weights is not None:
             ways = [one for one in ways if one.weights == weights]
         if self.allow.allows(Fidelity.LOSSY) and self.found.can_low_bit:
             ways += [dataclasses.replace(one, low_bit_state=True) for one in ways]
-        if self._may_multiply_in_fp8(plain):
-            ways += [dataclasses.replace(one, fp8=True) for one in ways]
+        ways += [dataclasses.replace(one, fp8=True) for one in ways if self._may_have_fp8(one)]
         return ways
+
+    def _compiled(self, base: Choices) -> Choices:
+        """With compiled blocks, where they can be."""
+        may = self.compiles and base.weights not in self.uncompiled
+        if not (may and self._may_fuse(base.precision) and self.found.can_compile):
+            return base
+        return dataclasses.replace(base, compiled=True, compiled_others=self.found.others)
 
     def _away(self, base: Choices) -> list[Choices]:
         """The same with the optimizer on the host, then with more and more beside it."""
@@ -158,14 +165,14 @@ class Ways:
             and precision not in ("fp32", "tf32")
         )
 
-    def _may_multiply_in_fp8(self, plain: Choices) -> bool:
+    def _may_have_fp8(self, way: Choices) -> bool:
         """Only compiled blocks are faster for it."""
         return (
             self.allow.allows(Fidelity.LOSSY)
             and self.gpu is not None
             and "fp8" in self.gpu.rates
-            and plain.compiled
-            and plain.precision in ("bf16", "bf16-mixed")
+            and way.compiled
+            and way.precision in ("bf16", "bf16-mixed")
         )
 
     def _may_step_in_backward(self, plain: Choices) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from oomph.errors import CannotRehearse
 from oomph.techniques.host_reads import HostReads
 from oomph.techniques.micro_batch import Weigher
 
@@ -144,7 +145,7 @@ class GraphedParts:
         try:
             with _drawing_nothing():
                 self._captured = _Captured(self._capture, part)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, CannotRehearse):
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
