@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from oomph.errors import BadInput
-from oomph.job_sources import job_from, job_from_factory, job_to_train
+from oomph.job import make_batch
+from oomph.job_sources import default_shape, job_from, job_from_factory, job_to_train
 
 FACTORY = """
 import torch, oomph
@@ -69,3 +70,28 @@ def test_an_image_model_is_trained_on_noise_and_keeps_its_labels() -> None:
     images = next(iter(batches))
     assert 0.9 < images["pixel_values"].std() < 1.1
     assert images["labels"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"model_type": "beit", "architectures": ["BeitForImageClassification"]}, 224),
+        (
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 96},
+            96,
+        ),
+        ({"model_type": "regnet", "architectures": ["RegNetForImageClassification"]}, 224),
+        ({"model_type": "hubert", "architectures": ["HubertForCTC"]}, 160_000),
+        ({"model_type": "gpt2", "n_positions": 128}, 128),
+        ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, 510),
+        ({"model_type": "llama"}, 512),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_where_no_length_is_given_a_config_gets_one_that_its_model_takes(
+    config: dict, length: int, tmp_path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert default_shape(str(tmp_path)) == {"batch": 1, "seq": length}
+    batch = make_batch(job_from(str(tmp_path)))
+    assert max(batch[name].shape[-1] for name in batch if name != "labels") == length

@@ -24,12 +24,13 @@ from oomph.models import (
     model_from_config_path,
     sample_batch,
     task_kind,
+    usual_length,
 )
 
 MakeBatch = Callable[..., dict[str, Tensor]]
 
-#: Where a config.json is given without a shape: it names none that it is usually trained with.
-CONFIG_BATCH, CONFIG_SEQ = 1, 512
+#: Where a config.json is given without a batch: it names none that it is usually trained with.
+CONFIG_BATCH = 1
 
 
 def job_from(
@@ -112,7 +113,8 @@ def is_factory(model: str) -> bool:
 def default_shape(model: str) -> dict[str, int]:
     """The `batch` and `seq` that `job_from` takes for a name or config where none is given."""
     if _is_path(model):
-        return {"batch": CONFIG_BATCH, "seq": CONFIG_SEQ}
+        cls, config = model_from_config_path(Path(model).expanduser())
+        return {"batch": CONFIG_BATCH, "seq": usual_length(task_kind(cls, config), config)}
     entry = find_model(model)
     return {"batch": entry.batch, "seq": entry.seq}
 
@@ -159,10 +161,13 @@ def job_from_config(
     """A job on the model that a Hugging Face `config.json` (or its folder) describes."""
     cls, config = model_from_config_path(path)
     size = check_count("the batch", batch)
-    length = check_count("the sequence length", seq if seq is not None else CONFIG_SEQ)
+    if seq is not None:
+        check_count("the sequence length", seq)
     make_batch: MakeBatch = functools.partial(_labelled_batch_of, inputs)
     if not inputs:
-        make_batch = functools.partial(sample_batch, task_kind(cls, config), config, size, length)
+        kind = task_kind(cls, config)
+        length = seq if seq is not None else usual_length(kind, config)
+        make_batch = functools.partial(sample_batch, kind, config, size, length)
     _try_out(make_batch)
     build = functools.partial(build_model, config, initialise=initialise)
     return Job(build, batch=make_batch, name=cls.__name__, **options)

@@ -283,6 +283,15 @@ def test_without_gradients_a_block_runs_as_it_is() -> None:
         assert graphs_and_cuts() == (0, 0)
 
 
+def test_so_does_one_with_nothing_to_differentiate() -> None:
+    """As a table of positions that is not trained."""
+    with pretend(H200) as recorder:
+        block = Mlp().requires_grad_(False).to("cuda")
+        stand_in_for_compiled(block, KEEP, recorder=recorder)
+        assert block(torch.empty(4, WIDTH, device="cuda")).shape == (4, WIDTH)
+        assert graphs_and_cuts() == (0, 0)
+
+
 def test_forgetting_leaves_nothing() -> None:
     with pretend(H200) as recorder:
         run(recorder, Mlp())

@@ -40,6 +40,8 @@ _POSITIONS_AFTER_PADDING = frozenset(
 )
 _IMAGE_SIZE_IS_FIXED = frozenset(("beit", "clip", "deit", "siglip", "vit"))
 _SMALLEST_IMAGE = 32
+#: Where nobody names a length, and the config no other: tokens, pixels of a side, samples of audio.
+_USUAL_TOKENS, _USUAL_SIDE, _USUAL_AUDIO = 512, 224, 160_000
 
 
 def task_kind(model_class: type[nn.Module], config: Any) -> str:
@@ -54,6 +56,16 @@ def task_kind(model_class: type[nn.Module], config: Any) -> str:
                 break
             return kind
     raise BadInput(f"oomph has no sample batch for {name}; give the job one of your own")
+
+
+def usual_length(kind: str, config: Any) -> int:
+    """How long a sample is where nobody says: see `ModelEntry.seq` for its unit."""
+    if kind == "image-classification":
+        side = getattr(_vision(config), "image_size", None) or _USUAL_SIDE
+        return int(max(side) if isinstance(side, (list, tuple)) else side)
+    if kind in ("audio-classification", "ctc"):
+        return _USUAL_AUDIO
+    return min(_USUAL_TOKENS, _most_positions(config) or _USUAL_TOKENS)
 
 
 def sample_batch(
@@ -112,17 +124,22 @@ def _vision(config: Any) -> Any:
     return getattr(config, "vision_config", config)
 
 
-def _check_positions(config: Any, seq: int) -> None:
+def _most_positions(config: Any) -> int | None:
+    """Tokens that a table of positions has room for; None where there is no such table."""
     if config.model_type == "whisper":
-        longest = config.max_target_positions
-    elif config.model_type in _POSITIONS_IN_A_TABLE:
-        longest = config.max_position_embeddings
-    elif config.model_type in _POSITIONS_AFTER_PADDING:
-        longest = config.max_position_embeddings - config.pad_token_id - 1
-    else:
-        return
-    # DeBERTa can do without the table.
-    if seq > longest and getattr(config, "position_biased_input", True):
+        return int(config.max_target_positions)
+    if not getattr(config, "position_biased_input", True):
+        return None  # DeBERTa can do without the table
+    if config.model_type in _POSITIONS_IN_A_TABLE:
+        return int(config.max_position_embeddings)
+    if config.model_type in _POSITIONS_AFTER_PADDING:
+        return int(config.max_position_embeddings - config.pad_token_id - 1)
+    return None
+
+
+def _check_positions(config: Any, seq: int) -> None:
+    longest = _most_positions(config)
+    if longest is not None and seq > longest:
         raise BadInput(f"a {config.model_type} of this config takes {longest} tokens, not {seq}")
 
 

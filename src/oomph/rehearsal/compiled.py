@@ -147,9 +147,9 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)  # evaluation is rehearsed as it is without compilation
     call = _Call.of(block, args, kwargs)
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in call.tensors):
+        return forward(*args, **kwargs)  # without backward it is rehearsed as it is uncompiled
     cut = _cut(call, forward, how, recorder)
     given = dict(zip(cut.forward.inputs, call.tensors, strict=True))
     made = zip(cut.made, _StandIn.apply(cut, recorder, *call.tensors), strict=True)
