@@ -112,6 +112,26 @@ def test_an_unknown_selection_takes_everything(recorder: Recorder, device: str) 
     assert any("select everything" in note for note in recorder.values.notes())
 
 
+def test_a_known_mask_selects_so_much_of_what_is_not_known(recorder: Recorder, device: str) -> None:
+    x, mask = torch.randn(2, 3, 5, device=device), PADDED.bool().to(device)
+    assert x[mask].shape == (3, 5)
+    assert x.transpose(0, 2)[:, mask.t()].shape == (5, 3)
+    assert not recorder.values.notes()
+
+
+def test_gradients_of_what_is_written_where_a_mask_says_are_known(
+    recorder: Recorder, device: str
+) -> None:
+    """As speech models hide some of their frames in training."""
+    hidden = torch.randn(2, 3, 5, device=device, requires_grad=True)
+    embedding = torch.randn(5, device=device, requires_grad=True)
+    frames = hidden * 1
+    frames[PADDED.bool().to(device)] = embedding
+    frames.sum().backward()
+    assert hidden.grad is not None and embedding.grad is not None
+    assert embedding.grad.shape == (5,)
+
+
 def test_an_unknown_branch_is_refused_with_its_line(recorder: Recorder, device: str) -> None:
     x = torch.randn(8, 8, device=device)
     with pytest.raises(CannotRehearse, match=r"test_values\.py:\d+ branches on a value"):

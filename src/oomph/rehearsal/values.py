@@ -114,6 +114,8 @@ class KnownValues:
         real = self._compute(func, args, kwargs)
         if real is not None:
             return tree_map(self._fake, real)
+        if func is aten.index.Tensor and (selected := self._masked(*args)) is not None:
+            return selected
         return self._bounded(func, args)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
@@ -199,6 +201,22 @@ class KnownValues:
         self.assumed[f"{_name(func)} at {where} was taken to select everything: {rows}"] += 1
         dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
         return torch.empty(rows, dtype=dtype)
+
+    def _masked(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+        """What one mask that is known selects of something that is not."""
+        given = [(at, index) for at, index in enumerate(indices) if index is not None]
+        at, mask = given[0]
+        known = self.of(mask)
+        if len(given) > 1 or known is None:
+            return None
+        with _disable_current_modes():
+            count = int(known.count_nonzero())
+        shape = (*tensor.shape[:at], count, *tensor.shape[at + mask.dim() :])
+        # The mask becomes indices first, which are there until the result is.
+        places = torch.empty((count, mask.dim()), dtype=torch.int64)
+        selected = torch.empty(shape, dtype=tensor.dtype)
+        del places
+        return selected
 
     def _ctc_loss(
         self, log_probs: Tensor, targets: Tensor, _: Any, target_lengths: Any
