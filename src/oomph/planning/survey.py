@@ -21,7 +21,7 @@ from oomph.planning.blocks import Call, choose_blocks, families
 from oomph.planning.choices import KEEP, RECOMPUTE, saving
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.recorder import Recorder
-from oomph.rehearsal.storages import storage_key, tensors_in
+from oomph.rehearsal.storages import storage_key, tensors_in, written_by
 from oomph.techniques.attention_rows import gaps_noticed
 from oomph.techniques.channels_last import takes_images
 from oomph.techniques.chunked_loss import find_heads
@@ -295,7 +295,7 @@ class _OpLog(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, is_savable: bool
     ) -> None:
         """Know which storages are results worth saving, and which of them are written to."""
-        for key in _keys(tensors_in(_written(func, args, kwargs))):
+        for key in _keys(written_by(func, args, kwargs)):
             if (at := self._results.get(key)) is not None:
                 op, savable = self.ops[at]
                 assert savable is not None
@@ -306,27 +306,11 @@ class _OpLog(TorchDispatchMode):
                 self._results[key] = len(self.ops)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an op writes to."""
-    if not func._schema.is_mutable:
-        return []
-    given = {**dict(zip(_names(func), args, strict=False)), **kwargs}
-    return [
-        given.get(argument.name)
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def _names(func: Any) -> list[str]:
-    return [argument.name for argument in func._schema.arguments]
-
-
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers; attention does where it has dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = _names(func)
+    names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 

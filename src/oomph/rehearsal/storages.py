@@ -36,3 +36,11 @@ def storage_key_inside(tensor: Tensor) -> int:
     """The same, asked where torch functions are disabled already: inside a dispatch."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among an op's arguments that it writes to."""
+    arguments = func._schema.arguments
+    given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
+    written = (one for one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    return tensors_in([given.get(one.name) for one in written])

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from oomph.errors import CannotRehearse
-from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in
+from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in, written_by
 
 aten = torch.ops.aten
 
@@ -281,11 +281,8 @@ class KnownValues:
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if func in _KEEPS_VALUES:
             return
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors_in(named.get(argument.name)):
-                    self.forget(storage_key(tensor))
+        for tensor in written_by(func, args, kwargs):
+            self.forget(storage_key(tensor))
 
 
 _COMPARISONS = {
