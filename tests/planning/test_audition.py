@@ -39,7 +39,7 @@ def look(job: Job, gpu: GPU | None) -> Survey:
 
 def hear(job: Job, gpu: GPU | None = None, base: Choices | None = None) -> Audition:
     found = look(job, gpu)
-    base = base or Choices()
+    base = dataclasses.replace(base or Choices(), generation_cache=not found.can_drop_cache)
     if base.compiled:
         base = dataclasses.replace(base, compiled_others=found.others)
     return audition(job, gpu, Clock.of(gpu), found, base)

@@ -35,7 +35,6 @@ def rows(batch: int = 8, width: int = 16) -> Batch:
 
 
 def hugging_face(cls: Any, config: Any, batch: Batch, **options: Any) -> Job:
-    config.use_cache = False  # for generating; a layer that runs twice would fill it twice
     return Job(lambda: cls(config), batch=batch, name=config.model_type, **options)
 
 

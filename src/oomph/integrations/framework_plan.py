@@ -49,6 +49,7 @@ _MODULE_LEVEL = (
     "fp8",
     "attention_rows",
     "channels_last",
+    "generation_cache",
     "allocator",
 )
 #: Samples that are looked at to find long ones.

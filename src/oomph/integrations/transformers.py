@@ -349,6 +349,8 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
             f"the loss over {choices.loss_chunk} rows of logits at a time; use_liger_kernel has a"
             " loss without logits for the models it knows"
         )
+    if not choices.generation_cache:
+        wanted["use_cache"] = False
     if choices.fp8:
         left_out.append("matrix products in FP8")
     if choices.attention_rows:

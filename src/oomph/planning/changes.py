@@ -29,6 +29,8 @@ class _Difference:
     with_it: tuple[str, ...] = ()
     """Choices that make no sense without it."""
     fidelity: Fidelity = Fidelity.EXACT
+    is_needed: bool = False
+    """Whether others cannot be without it: it is then priced in the job as it is, by itself."""
 
 
 #: The most bytes alive in a step, and its seconds.
@@ -55,31 +57,32 @@ def describe_changes(
     if with_even_parts(job, after.micro_batch) is not job:
         # Timed as the others are: by parts of one size.
         with_all = price(job, gpu, clock, after)
-    changed = _changed(before, after)
-    without = [_undone(one, before, after) for one in changed]
-    others = without_each(before, after)
+    others = to_be_priced(before, after)
     one_by_one = (price(job, gpu, clock, choices) for choices in others)
-    prices = iter(one_by_one if price_all is None else price_all(others))
+    found = one_by_one if price_all is None else price_all(others)
+    prices = {str(choices): one for choices, one in zip(others, found, strict=True)}
+    prices[str(after)] = with_all
     changes = []
-    for one, choices in zip(changed, without, strict=True):
-        memory, seconds = next(prices) if choices != after else with_all
+    for one in _changed(before, after):
+        without, beside = (prices[str(choices)] for choices in _compared(one, before, after))
         changes.append(
             Change(
                 technique=one.technique,
                 before=_say(one.technique, before),
                 after=_say(one.technique, after),
-                saves=memory - with_all[0],
-                costs=with_all[1] - seconds,
+                saves=without[0] - beside[0],
+                costs=beside[1] - without[1],
                 fidelity=one.fidelity,
             )
         )
     return tuple(changes)
 
 
-def without_each(before: Choices, after: Choices) -> list[Choices]:
-    """`after` without one of its differences, for each that makes one to a rehearsal."""
-    without = [_undone(one, before, after) for one in _changed(before, after)]
-    return [choices for choices in without if choices != after]
+def to_be_priced(before: Choices, after: Choices) -> list[Choices]:
+    """What has to be rehearsed, besides `after`, to say what each of its differences is worth."""
+    pairs = (_compared(one, before, after) for one in _changed(before, after))
+    by_name = {str(choices): choices for pair in pairs for choices in pair if choices != after}
+    return list(by_name.values())
 
 
 def price(job: Job, gpu: GPU | None, clock: Clock, choices: Choices) -> Price:
@@ -107,6 +110,14 @@ def _changed(before: Choices, after: Choices) -> list[_Difference]:
         for one in _differences(after)
         if getattr(before, one.field) != getattr(after, one.field)
     ]
+
+
+def _compared(one: _Difference, before: Choices, after: Choices) -> tuple[Choices, Choices]:
+    """Two that differ in nothing else: without a difference, and with it."""
+    if one.is_needed:
+        alone = Choices(precision=before.precision, micro_batch=before.micro_batch)
+        return alone, dataclasses.replace(alone, **{one.field: getattr(after, one.field)})
+    return _undone(one, before, after), after
 
 
 def _undone(one: _Difference, before: Choices, after: Choices) -> Choices:
@@ -176,6 +187,7 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(technique="products", field="fp8", fidelity=Fidelity.LOSSY),
         _Difference(technique="attention's bias", field="attention_rows", fidelity=fused_kernels),
         _Difference(technique="channels", field="channels_last"),
+        _Difference(technique="keys and values", field="generation_cache", is_needed=True),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
     ]
@@ -212,6 +224,8 @@ def _say(technique: str, choices: Choices) -> str:
             return "in rows, for fused kernels" if choices.attention_rows else "as it is"
         case "channels":
             return "last" if choices.channels_last else "as they are"
+        case "keys and values":
+            return "kept for generating" if choices.generation_cache else "not kept"
         case "CUDA graph":
             return "over a micro-batch" if choices.cuda_graph else "no"
         case "optimizer state":

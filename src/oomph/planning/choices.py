@@ -76,6 +76,8 @@ class Choices:
     """Whether attention gets its biases in rows without gaps, which fused kernels take."""
     channels_last: bool = False
     """Whether convolutions are given their images with channels last, as Tensor Cores want them."""
+    generation_cache: bool = True
+    """Whether a model that keeps keys and values for generating does so in training, too."""
     cuda_graph: bool = False
     """Whether the kernels of a micro-batch are launched all at once."""
     allocator: str = ""

@@ -47,7 +47,7 @@ from oomph.planning.candidates import (
     way_of,
     with_blocks,
 )
-from oomph.planning.changes import describe_changes, price, without_each
+from oomph.planning.changes import describe_changes, price, to_be_priced
 from oomph.planning.checker import Checker, Found, Say
 from oomph.planning.choices import KEEP, MASTERS, RECOMPUTE, Choices, Weights
 from oomph.planning.hardware_notes import OddSize, odd_sizes, size_notes
@@ -733,7 +733,7 @@ class Planner:
     def _check_and_price(self, candidate: Candidate) -> Found:
         """Its check, while the second process begins to price its changes."""
         choices = candidate.choices
-        wanted = without_each(self._untouched(), choices)
+        wanted = to_be_priced(self._untouched(), choices)
         self._pricing.begin_beside_a_check(choices, wanted)
         return self._checker.check(candidate)
 

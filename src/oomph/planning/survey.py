@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomph.errors import BadInput
+from oomph.errors import BadInput, CannotRehearse
 from oomph.gpus import GPU
-from oomph.job import Job
+from oomph.job import Job, make_batch
 from oomph.planning.blocks import Call, choose_blocks, families
 from oomph.planning.choices import KEEP, RECOMPUTE, saving
 from oomph.rehearsal.phases import rehearse
@@ -26,12 +26,25 @@ from oomph.techniques.attention_rows import gaps_noticed
 from oomph.techniques.channels_last import takes_images
 from oomph.techniques.chunked_loss import find_heads
 from oomph.techniques.fused_optimizer import can_fuse
+from oomph.techniques.generation_cache import (
+    caching_modules,
+    notice_cache,
+    tells_samples_apart,
+    without_cache,
+)
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.micro_batch import why_whole
 from oomph.techniques.optimizer_in_backward import check_per_parameter
 from oomph.techniques.recompute import KINDS
 from oomph.timing.clock import Clock
 from oomph.timing.ops import work_of
+
+#: Why blocks may be left as they are where keys and values for generating cannot be dropped.
+BESIDE_A_CACHE = (
+    "keys and values are kept for generating, beside which no block can be recomputed or compiled:"
+    " set model.config.use_cache = False (transformers then also keeps samples of one row apart"
+    " that position_ids tell apart)"
+)
 
 #: Images of so many channels were made by the model; those of a batch have fewer.
 MADE_CHANNELS = 8
@@ -81,6 +94,8 @@ class Survey:
     """Whether a forward does, as dropout."""
     attention_has_gaps: bool
     """Whether attention is given biases that no fused kernel takes as they are."""
+    can_drop_cache: bool
+    """Whether the model keeps keys and values for generating that its loss can do without."""
     convolves_images: bool
     """Whether convolutions over images feed one another, as they do in nets made of them."""
     whole_because: str
@@ -112,11 +127,11 @@ Look = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
 def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
-    """Run the job's forward once on fake tensors and look at its modules."""
-    seen = _Seen(clock=clock, look=look)
+    """Run the job's forward on fake tensors and look at its modules."""
     plain = dataclasses.replace(job, checkpointing="none", micro_batch=None)
-    with gaps_noticed(seen.notice_gaps):
-        rehearse(plain, gpu, ("eval",), watch=seen.watch)
+    seen = _see(plain, gpu, _Seen(clock=clock, look=look))
+    without = _seen_without_cache(plain, gpu, _Seen(clock=clock, look=look, caches=False), seen)
+    can_drop_cache, seen = without is not seen, without
     chosen = [
         path
         for path in choose_blocks(seen.families, seen.calls)
@@ -126,6 +141,8 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
     left_alone = tuple(
         f"{path} has a hook inside, which recompute would call twice" for path in hooked
     )
+    if seen.keeps_for_generating:
+        left_alone += (BESIDE_A_CACHE,)
     return Survey(
         blocks=tuple(seen.block(path) for path in chosen if path not in seen.hooked),
         others=seen.others(chosen),
@@ -137,18 +154,37 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         steps_per_parameter=seen.steps_per_parameter,
         draws_random_numbers=seen.draws_random_numbers,
         attention_has_gaps=seen.attention_has_gaps,
+        can_drop_cache=can_drop_cache,
         convolves_images=seen.convolves_images,
         whole_because=seen.whole_because,
         left_alone=left_alone,
     )
 
 
-class _Seen:
-    """What one forward showed."""
+def _see(job: Job, gpu: GPU | None, seen: _Seen) -> _Seen:
+    with gaps_noticed(seen.notice_gaps):
+        rehearse(job, gpu, ("eval",), watch=seen.watch)
+    return seen
 
-    def __init__(self, clock: Clock, look: Look) -> None:
+
+def _seen_without_cache(job: Job, gpu: GPU | None, without: _Seen, seen: _Seen) -> _Seen:
+    """The forward as it will run if nothing is kept for generating; else what was seen before."""
+    if not seen.keeps_for_generating or tells_samples_apart(make_batch(job)):
+        return seen
+    try:
+        return _see(job, gpu, without)
+    except CannotRehearse:  # the loss reads it
+        return seen
+
+
+class _Seen:
+    """What one forward showed; with `caches` false, one that keeps nothing for generating."""
+
+    def __init__(self, clock: Clock, look: Look, *, caches: bool = True) -> None:
         self._clock = clock
         self._look = look
+        self._caches = caches
+        self.keeps_for_generating = False
         self.trainable = self.first = 0
         self.can_fuse = self.can_low_bit = self.steps_per_parameter = False
         self.calls: list[Call] = []
@@ -174,6 +210,11 @@ class _Seen:
         assert optimizer is not None
         self._model = model
         self._look(model, optimizer)
+        for module in caching_modules(model):
+            if self._caches:
+                notice_cache(module, self._notice_cache)
+            else:
+                without_cache(module)
         # As in training: evaluation runs other kernels, and tells nothing of what is frozen.
         model.eval = model.train  # type: ignore[method-assign]
         model.forward = torch.enable_grad()(model.forward)
@@ -203,6 +244,9 @@ class _Seen:
     def notice_gaps(self) -> None:
         """Attention was given a bias with gaps."""
         self.attention_has_gaps = True
+
+    def _notice_cache(self) -> None:
+        self.keeps_for_generating = True
 
     def _enter(self, *_: Any) -> None:
         if not self._starts:

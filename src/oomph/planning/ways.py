@@ -103,6 +103,7 @@ class Ways:
             fused_optimizer=self.found.can_fuse,
             attention_rows=self._may_fuse(precision) and self.found.attention_has_gaps,
             channels_last=self._may_have_channels_last(precision),
+            generation_cache=not self.found.can_drop_cache,
         )
         base = self.with_size(plain, size)
         own = self._compiled(base)

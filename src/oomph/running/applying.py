@@ -40,6 +40,7 @@ from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_ca
 from oomph.techniques.drop_paths import drop_paths, rate_as_tensor
 from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
 from oomph.techniques.fused_optimizer import fuse_optimizer
+from oomph.techniques.generation_cache import caching_modules, without_cache
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.master_weights import MasterWeights
@@ -165,6 +166,9 @@ class Applied:
                     do(multiply_in_fp8(linear))
             if choices.attention_rows:
                 do(close_gaps())
+            if not choices.generation_cache:
+                for module in caching_modules(model):
+                    do(without_cache(module))
             if choices.channels_last:
                 for convolution in filter(takes_images, model.modules()):
                     do(channels_last(convolution))

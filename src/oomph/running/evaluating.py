@@ -23,6 +23,7 @@ from oomph.job import batch_size, compute_loss, make_batch, split_batch
 from oomph.running.random_state import random_state_kept
 from oomph.running.step import Stage, refuse_uneven_parts
 from oomph.techniques.autocast import autocast
+from oomph.techniques.generation_cache import evaluating_the_loss
 from oomph.techniques.lazy_logits import LazyLogits
 from oomph.techniques.micro_batch import Weigher, count_targets, in_evaluation
 
@@ -88,7 +89,7 @@ def evaluate_batch(
     """
     stage.settle()
     size = micro_batch or stage.job.micro_batch
-    with torch.no_grad(), in_evaluation(stage.model):
+    with torch.no_grad(), in_evaluation(stage.model), evaluating_the_loss():
         for part in split_batch(batch, size) if size else [batch]:
             with autocast(stage.job.precision, stage.device_type, cast_cache=stage.cast_cache):
                 if each is None:
