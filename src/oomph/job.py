@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import BadInput, CannotRehearse, UnknownName
+from oomph.techniques.own_choices import uncompiled
 
 Precision = Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16"]
 Checkpointing = Literal["none", "full"]
@@ -29,7 +30,8 @@ class Job:
     """What is to run: `loss(model, batch)`, backward, and a step of `optimizer`."""
 
     model: nn.Module | Callable[[], nn.Module]
-    """The model, or a function that builds it (then its weights are never materialised)."""
+    """The model, or a function that builds it (then its weights are never materialised). One that
+    `torch.compile` returned counts as what is inside: plans compile blocks by themselves."""
     loss: Loss | nn.Module | None = None
     """`loss(model, batch)`; or a criterion such as `nn.CrossEntropyLoss()` for batches of
     `(inputs, targets)`; or None for models that return their own `.loss`."""
@@ -58,6 +60,8 @@ class Job:
             raise BadInput(f"a micro-batch has at least one sample, not {self.micro_batch}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise BadInput(f"gradients are clipped to a positive norm, not {self.clip_norm}")
+        if isinstance(self.model, nn.Module):
+            object.__setattr__(self, "model", uncompiled(self.model))
         if not callable(self.model):
             raise BadInput("the model must be an nn.Module or a function that returns one")
         if isinstance(self.optimizer, str):
@@ -71,6 +75,7 @@ def build_model(job: Job) -> nn.Module:
     model = job.model if isinstance(job.model, nn.Module) else job.model()
     if not isinstance(model, nn.Module):
         raise BadInput(f"the model function returned {type(model).__name__}, not an nn.Module")
+    model = uncompiled(model)
     if job.precision == "bf16":
         model.to(torch.bfloat16)
     if job.checkpointing == "full":

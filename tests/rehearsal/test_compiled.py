@@ -14,6 +14,7 @@ from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
+from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import GPT2Config, LlamaConfig, SwinConfig, SwinModel
@@ -328,6 +329,23 @@ def test_a_result_that_nobody_uses_does_not_stop_backward() -> None:
         block = Returns()
         out = run(recorder, block, mask=torch.ones(4, WIDTH, device="cuda"))
         out["out"].sum().backward()
+        assert all(p.grad is not None for p in block.parameters())
+
+
+class Masked(Mlp):
+    """Attention with places that count and places that do not, as rows that are filled up have."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        rows = x.view(1, 1, *x.shape)
+        return super().forward(F.scaled_dot_product_attention(rows, rows, rows, mask)[0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_attention_takes_masks_of_either_kind(dtype: torch.dtype) -> None:
+    with pretend(H200) as recorder:
+        block = Masked()
+        mask = torch.ones(1, 1, 4, 4, device="cuda").to(dtype)
+        run(recorder, block, mask=mask).sum().backward()
         assert all(p.grad is not None for p in block.parameters())
 
 

@@ -542,14 +542,6 @@ def test_frozen_parameters_need_no_owner() -> None:
     assert torch.equal(model.embed.weight, before)
 
 
-def test_a_model_that_checkpoints_itself_is_refused() -> None:
-    model = gpt2()
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
-    optimizer = torch.optim.AdamW(model.parameters())
-    attempt = functools.partial(fit, model, optimizer, None, gpt2_batch(), budget="1GiB")
-    untouched_by(model, attempt, BadInput, r"call model\.gradient_checkpointing_disable\(\)")
-
-
 def test_a_run_needs_an_optimizer_and_one_device() -> None:
     job = net_job()
     assert isinstance(job.model, nn.Module)

@@ -139,6 +139,12 @@ def test_a_survey_finds_out_who_keeps_something(build: Callable[[], nn.Module]) 
     assert BESIDE_A_CACHE not in found.left_alone
 
 
+def test_so_it_does_where_outputs_are_tuples() -> None:
+    assert look(
+        llama, loss=lambda model, batch: model(**batch, return_dict=False)[0]
+    ).can_drop_cache
+
+
 def test_who_keeps_nothing_is_left_alone() -> None:
     assert not look(bert).can_drop_cache
     assert not look(mamba).can_drop_cache  # by itself, in training

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from oomph.job import AUTOCAST, Job, Precision, batch_size
 from oomph.planning.plan import Plan
 from oomph.reporting.plans import describe_plan_briefly
 from oomph.running.random_state import random_state_kept
+from oomph.techniques.own_choices import checkpoints_itself
 from oomph.techniques.technique import Fidelity
 from oomph.units import parse_bytes
 
@@ -76,7 +77,6 @@ class OomphMixin:
         self._fitted: Fitted | None = None
         self.plan: Plan | None = None
         """The last one that was made; see `make_plan`."""
-        self._restore_checkpointing: Callable[[], None] | None = None
         super().__init__(*args, **kwargs)
 
     def make_plan(self) -> Plan:
@@ -179,16 +179,13 @@ class OomphMixin:
         self._say(str(arguments_diff(self.plan, trainer.args)))
 
     def _job(self, optimizer: torch.optim.Optimizer) -> Job:
-        """What the Trainer is about to do; the model's own checkpointing is off from now on."""
+        """What the Trainer is about to do."""
         trainer: Any = self
         if why := _why_not(trainer):
             raise BadInput(f"{why}: plan for one GPU and one process")
         args, model = trainer.args, trainer.model
         inputs = self._sample if self._sample is not None else _longest(trainer)
-        checkpoints = args.gradient_checkpointing or getattr(
-            model, "is_gradient_checkpointing", False
-        )
-        self._restore_checkpointing = _own_checkpointing_off(model)
+        checkpoints = args.gradient_checkpointing or checkpoints_itself(model)
         return Job(
             model,
             functools.partial(_rehearsed_loss, trainer),
@@ -212,11 +209,8 @@ class OomphMixin:
 
     def _take_back(self) -> None:
         fitted, self._fitted = self._fitted, None
-        restore, self._restore_checkpointing = self._restore_checkpointing, None
         if fitted is not None:
             fitted.undo()
-        if restore is not None:
-            restore()
 
 
 class OomphTrainer(OomphMixin, Trainer):
@@ -274,24 +268,6 @@ def _longest(trainer: Any) -> Any:
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
     with random_state_kept(trainer.args.device):
         return collate_longest(dataset, collate, trainer.args.train_batch_size)
-
-
-def _own_checkpointing_off(model: nn.Module) -> Callable[[], None]:
-    """The plan chooses what is recomputed: the model's own way is put aside until it is over."""
-    before = [
-        (module, module._gradient_checkpointing_func)
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-    ]
-    for module, _ in before:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-
-    def restore() -> None:
-        for module, function in before:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-            module._gradient_checkpointing_func = function
-
-    return restore
 
 
 # -- the same in plain arguments -------------------------------------------------------------------

@@ -994,7 +994,7 @@ class Planner:
     def _untouched(self) -> Choices:
         """The job as it is."""
         blocks = {block.path: KEEP for block in self.found.blocks}
-        if self.job.checkpointing == "full":
+        if self.job.checkpointing == "full" or self.found.checkpoints_itself:
             blocks = dict.fromkeys(blocks, RECOMPUTE)
         return Choices(
             precision=self.job.precision, micro_batch=self.job.micro_batch, blocks=blocks

@@ -35,6 +35,7 @@ from oomph.techniques.generation_cache import (
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.micro_batch import why_whole
 from oomph.techniques.optimizer_in_backward import check_per_parameter
+from oomph.techniques.own_choices import checkpoints_itself, put_aside
 from oomph.techniques.recompute import KINDS
 from oomph.timing.clock import Clock
 from oomph.timing.ops import work_of
@@ -98,6 +99,8 @@ class Survey:
     """Whether the model keeps keys and values for generating that its loss can do without."""
     convolves_images: bool
     """Whether convolutions over images feed one another, as they do in nets made of them."""
+    checkpoints_itself: bool
+    """Whether the model's owner switched on that it recomputes its blocks."""
     whole_because: str
     """Why a batch must not be split; empty where it may."""
     left_alone: tuple[str, ...]
@@ -156,6 +159,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         attention_has_gaps=seen.attention_has_gaps,
         can_drop_cache=can_drop_cache,
         convolves_images=seen.convolves_images,
+        checkpoints_itself=seen.checkpoints_itself,
         whole_because=seen.whole_because,
         left_alone=left_alone,
     )
@@ -193,6 +197,7 @@ class _Seen:
         self.heads: dict[str, tuple[int, int]] = {}
         self.attention_has_gaps = False
         self.convolves_images = False
+        self.checkpoints_itself = False
         self.whole_because = ""
         self.hooked: set[str] = set()
         self._kinds: dict[str, tuple[Any, ...]] = {}
@@ -210,6 +215,8 @@ class _Seen:
         assert optimizer is not None
         self._model = model
         self._look(model, optimizer)
+        self.checkpoints_itself = checkpoints_itself(model)
+        put_aside(model)
         for module in caching_modules(model):
             if self._caches:
                 notice_cache(module, self._notice_cache)

@@ -48,6 +48,7 @@ from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 from oomph.techniques.optimizer_twin import is_elementwise
+from oomph.techniques.own_choices import put_aside
 from oomph.techniques.placing import PlacedWeights, move_training
 from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import bucket_bytes, cuts_of
@@ -145,6 +146,7 @@ class Applied:
             do = undos.callback
             setattr(model, _MARK, True)
             do(delattr, model, _MARK)
+            do(put_aside(model))
             do(self._close_link)
             do(self._change_parts, ())
             self._change_parts([part for part in parts if part.technique == _ALLOCATOR])

@@ -40,6 +40,7 @@ from oomph.running.quick_reads import quick_reads
 from oomph.running.saving import Situation, Stateful, save
 from oomph.running.step import train_step
 from oomph.running.transaction import Transaction
+from oomph.techniques.own_choices import uncompiled
 from oomph.techniques.technique import Fidelity, Undo
 from oomph.units import parse_bytes
 
@@ -415,6 +416,7 @@ def fit(
     weights and what blocks save with no room there wait on the disk of the folder `disk`, by
     default that of $TMPDIR or else of /var/tmp.
     """
+    model = uncompiled(model)
     job = Job(model, loss, optimizer, batch, **options)
     _refuse_own_changes(job)
     _check_ownership(model, optimizer)
@@ -582,8 +584,3 @@ def _refuse_own_changes(job: Job) -> None:
     if not isinstance(model, nn.Module):
         return
     refuse_applied(model)
-    if getattr(model, "is_gradient_checkpointing", False):
-        raise BadInput(
-            "the model checkpoints by itself already; call model.gradient_checkpointing_disable(),"
-            " and oomph chooses what to recompute"
-        )

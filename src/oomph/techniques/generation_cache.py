@@ -65,7 +65,9 @@ def notice_cache(module: nn.Module, notice: Callable[[], None]) -> None:
     """From now on `notice` is called whenever the module returns something for generating."""
 
     def look(_: nn.Module, __: Any, output: Any) -> None:
-        if any(getattr(output, name, None) is not None for name in _EARLIER):
+        named = [getattr(output, name, None) for name in _EARLIER]
+        listed = output if isinstance(output, tuple) else ()
+        if any(one is not None for one in named) or any(map(_is_cache, listed)):
             notice()
 
     module.register_forward_hook(look)
@@ -86,6 +88,11 @@ def _arguments(module: nn.Module) -> list[str]:
         return list(inspect.signature(type(module).forward).parameters)[1:]
     except (TypeError, ValueError):  # not written in Python
         return []
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is what transformers keep keys and values in, told by what one asks it for."""
+    return hasattr(value, "get_seq_length")
 
 
 def _leaves_it_open(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -200,7 +200,8 @@ def _as_float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Fused kernels add the mask: a boolean one becomes zeros and minus infinities first."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    low, zero = (torch.scalar_tensor(x, dtype=dtype, device="cuda") for x in (-math.inf, 0.0))
+    # Where the mask is: a block that is traced for compiling is not on the GPU.
+    low, zero = (torch.scalar_tensor(x, dtype=dtype, device=mask.device) for x in (-math.inf, 0.0))
     return torch.where(mask, zero, low)
 
 
