@@ -295,6 +295,35 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     assert _get_current_dispatch_mode_stack() == before
 
 
+def test_whoever_handles_an_error_sees_the_same() -> None:
+    # As somebody does who ran out of memory, or whose budget was too small, and plans anew.
+    plain = look(llama())
+    try:
+        raise torch.OutOfMemoryError
+    except torch.OutOfMemoryError:
+        found = look(llama())
+    assert found.blocks == plain.blocks
+    assert found.can_drop_cache and plain.can_drop_cache
+
+
+def test_a_model_that_handles_an_error_of_its_own_is_seen_as_a_whole() -> None:
+    class Careful(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                raise NotImplementedError
+            except NotImplementedError:
+                return super().forward(x)
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                raise NotImplementedError
+            except NotImplementedError:
+                return super().forward(x)  # type: ignore[no-any-return]
+
+    assert len(look(chain(lambda: Model(*(Careful() for _ in range(3))))).blocks) == 3
+
+
 def test_the_users_own_model_is_not_touched() -> None:
     model = three()
     look(Job(model, nn.MSELoss(), "sgd", (torch.ones(2, 16), torch.ones(2, 16))))

@@ -332,6 +332,22 @@ def fail(model: nn.Module, batch: Tensor) -> Tensor:
         raise ValueError("on purpose")
 
 
+def test_an_error_is_told_with_the_module_that_failed_whatever_is_being_handled() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("too warm")
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Fails()))
+
+    job = Job(model, nn.MSELoss(), batch=lambda: (torch.ones(2, 4), torch.ones(2, 4)))
+    try:
+        raise torch.OutOfMemoryError
+    except torch.OutOfMemoryError:
+        with pytest.raises(CannotRehearse, match=r"failed in 1\.1: ValueError: too warm"):
+            rehearse(job, None)
+
+
 def test_a_rehearsal_that_fails_leaves_autocast_as_it_was() -> None:
     torch.set_autocast_dtype("cpu", torch.bfloat16)  # CUDA's is another
     with pytest.raises(CannotRehearse):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from oomph.gpus import GPU
 from oomph.job import Job, make_batch
 from oomph.planning.blocks import Call, choose_blocks, families
 from oomph.planning.choices import KEEP, RECOMPUTE, saving
+from oomph.rehearsal.passing_errors import PassingErrors
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import storage_key, tensors_in, written_by
@@ -206,6 +206,7 @@ class _Seen:
         self._log = _OpLog(clock)
         #: Where in the log each call that has begun did.
         self._starts: list[int] = []
+        self._errors = PassingErrors()
         self._differentiated: set[str] = set()
 
     def watch(
@@ -259,12 +260,13 @@ class _Seen:
         if not self._starts:
             self._log.__enter__()
         self._starts.append(len(self._log.ops))
+        self._errors.enter()
 
     def _leave(self, path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         ops = self._log.ops[self._starts.pop() :]
         if not self._starts:
             self._log.__exit__(None, None, None)
-        if sys.exc_info()[0] is not None:  # called while an error passes
+        if self._errors.leave():
             return
         taken, given = list(tensors_in((args, kwargs))), list(tensors_in(out))
         self.calls.append((path, _keys(taken), _keys(given)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -38,6 +37,7 @@ from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.graph import RehearsedCapture
 from oomph.rehearsal.link import LinkRates, RehearsedLink
 from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer_state
+from oomph.rehearsal.passing_errors import PassingErrors
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.replaying import LATER_STEPS
 from oomph.rehearsal.slots import RehearsedSlots
@@ -319,17 +319,21 @@ def _fake_batch(job: Job) -> Any:
 
 def _follow_modules(model: nn.Module, recorder: Recorder) -> None:
     """Tell the recorder which module runs, so that every block of memory has an address."""
+    errors = PassingErrors()
+
+    def enter(path: str, *_: Any) -> None:
+        errors.enter()
+        recorder.enter_module(path)
+
+    def leave(*_: Any) -> None:
+        if errors.leave():  # innermost module first
+            recorder.failed_in = recorder.failed_in or recorder.current_module
+        recorder.leave_module()
+
     for path, module in model.named_modules():
-        if not path:
-            continue
-        module.register_forward_pre_hook(lambda *_, path=path: recorder.enter_module(path))
-        module.register_forward_hook(lambda *_: _leave(recorder), always_call=True)
-
-
-def _leave(recorder: Recorder) -> None:
-    if sys.exc_info()[0] is not None:  # called while an error passes: innermost module first
-        recorder.failed_in = recorder.failed_in or recorder.current_module
-    recorder.leave_module()
+        if path:
+            module.register_forward_pre_hook(functools.partial(enter, path))
+            module.register_forward_hook(leave, always_call=True)
 
 
 def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
