@@ -156,6 +156,18 @@ def test_what_fits_not_even_then_names_a_budget_that_does() -> None:
     assert feasible.choices.leaves
 
 
+def test_the_leanest_is_found_among_ways_that_are_slower_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        planned(1.2)
+    # As if what is heard first seemed fast enough, as it does to a search that has some room.
+    monkeypatch.setattr(planner.Planner, "_is_no_faster", lambda _, heard, __: bool(heard))
+    with pytest.raises(DoesNotFit) as again:
+        planned(1.2)
+    assert again.value.smallest == refused.value.smallest
+
+
 def test_a_run_that_leaves_the_gpu_has_smaller_plans_to_fall_back_on() -> None:
     first = planned(2.6)
     planner = make_planner(

@@ -349,6 +349,24 @@ def test_attention_takes_masks_of_either_kind(dtype: torch.dtype) -> None:
         assert all(p.grad is not None for p in block.parameters())
 
 
+class Joins(Mlp):
+    """Begins with what two others made, as blocks do that are fed by an earlier one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(WIDTH + 8, WIDTH)
+
+    def forward(self, x: Tensor, earlier: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.both(torch.cat([x, earlier], 1)))
+
+
+def test_gradients_that_are_parts_of_one_have_shapes_of_their_own() -> None:
+    with pretend(H200) as recorder:
+        earlier = torch.ones(4, 8, device="cuda", requires_grad=True)
+        run(recorder, Joins(), earlier=earlier).sum().backward()
+        assert earlier.grad is not None and earlier.grad.shape == earlier.shape
+
+
 class Normed(Mlp):
     """Writes to buffers: its running statistics."""
 

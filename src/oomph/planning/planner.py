@@ -383,21 +383,20 @@ class Planner:
 
     # -- hearing and solving ----------------------------------------------------------------------
 
-    def _hear_size(self, size: int | None, to_beat: float = math.inf) -> list[Audition]:
+    def _hear_size(
+        self, size: int | None, to_beat: float = math.inf, *, wants_leanest: bool = False
+    ) -> list[Audition]:
         """Hear the ways to run one size of micro-batch, but for those heard before.
 
-        What takes much longer than `to_beat` even where memory does not matter is put off.
+        What takes much longer than `to_beat` even where memory does not matter is put off; and who
+        `wants_leanest` hears ways that are slower than others, too.
         """
         heard: list[Audition] = []
         self._put_off.pop(size, None)
         bases = self._bases(size)
         self._hear_beside(bases)
         for base in bases:
-            if base.leaves and self._is_fast_enough(heard, base.weights):
-                continue
-            if base.leaves and self._comes_too_late(heard, base):
-                continue
-            if self._is_slower_later(heard, base):
+            if not wants_leanest and self._is_no_faster(heard, base):
                 continue
             before = next((one for one in self.heard if one.choices == base), None)
             least = max(self._takes_at_least(heard, base), self._told_by_whole(base))
@@ -411,13 +410,21 @@ class Planner:
                 self._second.close()  # it believes in what turned out to be different
                 if base.compiled and base.weights in self._uncompiled:
                     self.heard += [it for it in heard if it not in self.heard]  # as true as before
-                return self._hear_size(size, to_beat)
+                return self._hear_size(size, to_beat, wants_leanest=wants_leanest)
             if before is None:
                 self._told.append(one)
                 one = self._by_real_clock(one)
             heard.append(one)
         self.heard += [one for one in heard if one not in self.heard]
         return heard
+
+    def _is_no_faster(self, heard: list[Audition], base: Choices) -> bool:
+        """Whether it can be told to be, by those heard before."""
+        if base.leaves and self._is_fast_enough(heard, base.weights):
+            return True
+        if base.leaves and self._comes_too_late(heard, base):
+            return True
+        return self._is_slower_later(heard, base)
 
     def _hear_beside(self, bases: Sequence[Choices]) -> None:
         """Have the second process hear those that the first comes to later."""
@@ -952,7 +959,11 @@ class Planner:
         sizes = self._micro_batches()
         self._weights = None
         # The whole batch can step in backward, the smallest part has the fewest activations.
-        heard = [h for size in dict.fromkeys((sizes[0], sizes[-1])) for h in self._hear_size(size)]
+        heard = [
+            one
+            for size in dict.fromkeys((sizes[0], sizes[-1]))
+            for one in self._hear_size(size, wants_leanest=True)
+        ]
         lean = [
             self._candidate(variant, leanest(variant.chain))
             for one in heard

@@ -460,15 +460,15 @@ class _StandIn(torch.autograd.Function):
             zip(cut.backward.inputs, [*kept, *tangents], strict=True)
         )
         del kept
-        metas: dict[str, _Meta] = {}
-        named: list[str] = []
-        outputs = zip(cut.backward.outputs, ctx.wants, cut.gradients, strict=True)
-        for name, (wanted, shape, dtype), stride in outputs:
-            named.append(name if wanted else "")
-            if wanted and name:
-                metas[name] = _Meta(shape, stride, dtype, False)
-        _play(cut.backward, buffers, metas, ctx.recorder)
-        grads = [_shaped(buffers[name], metas[name]) if name else None for name in named]
+        wanted = [
+            (name, _Meta(shape, stride, dtype, False)) if wants and name else None
+            for name, (wants, shape, dtype), stride in zip(
+                cut.backward.outputs, ctx.wants, cut.gradients, strict=True
+            )
+        ]
+        # Gradients may be parts of one buffer, as of what was concatenated: any shape does for it.
+        _play(cut.backward, buffers, dict(filter(None, wanted)), ctx.recorder)
+        grads = [_shaped(buffers[one[0]], one[1]) if one else None for one in wanted]
         return (None, None, *grads)
 
 
