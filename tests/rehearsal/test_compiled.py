@@ -367,6 +367,23 @@ def test_gradients_that_are_parts_of_one_have_shapes_of_their_own() -> None:
         assert earlier.grad is not None and earlier.grad.shape == earlier.shape
 
 
+class ReturnsTwice(Mlp):
+    """Returns one tensor as its result and among those that later blocks are given."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        out = super().forward(x)
+        return out, (x, out)
+
+
+def test_what_is_returned_twice_comes_back_twice() -> None:
+    with pretend(H200) as recorder:
+        block = ReturnsTwice()
+        out, (_, again) = run(recorder, block)
+        assert again is out
+        (out * again).sum().backward()
+        assert all(p.grad is not None for p in block.parameters())
+
+
 class Normed(Mlp):
     """Writes to buffers: its running statistics."""
 

@@ -450,12 +450,15 @@ class _StandIn(torch.autograd.Function):
         cut: _Cut = ctx.cut
         kept = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # each is freed when the program is done with it
-        tangents = [
+        given = {
             # What nobody used has a gradient of zeros.
-            gradient if gradient is not None else _take_tensor(_nbytes(meta), meta)
-            for gradient, meta in zip(gradients, cut.made.values(), strict=True)
+            name: gradient if gradient is not None else _take_tensor(_nbytes(meta), meta)
+            for gradient, (name, meta) in zip(gradients, cut.made.items(), strict=True)
             if meta.wants_gradient
-        ]
+        }
+        # What a block returns twice has two of them.
+        tangents = [given[name] for name in cut.names if name in given]
+        del given
         buffers: dict[str, _Buffer] = dict(
             zip(cut.backward.inputs, [*kept, *tangents], strict=True)
         )

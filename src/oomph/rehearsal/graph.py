@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oomph.rehearsal.allocator.replay import GRAPH_POOL
 from oomph.rehearsal.recorder import FORWARD, Recorder
-from oomph.techniques.cuda_graph import Replay
+from oomph.techniques.cuda_graph import CaptureRefused, Replay
 from oomph.techniques.host_reads import HostReads, ReadsData
 
 
@@ -28,9 +28,9 @@ class RehearsedCapture:
         marks = len(recorder.timeline.marks)
         try:
             HostReads.of(look, varying)
-        except ReadsData:
+        except ReadsData as error:
             recorder.timeline.refuses_capture = True
-            raise
+            raise CaptureRefused from error
         recorder.timeline.emptied.append(recorder.timeline.events)
         began = recorder.seconds
         recorder.pool = GRAPH_POOL

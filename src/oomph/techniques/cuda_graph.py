@@ -89,6 +89,10 @@ def capture_on_the_card(
     return loss, graph.replay
 
 
+class CaptureRefused(Exception):
+    """Nothing can be captured, and whoever was asked to has noted why."""
+
+
 class GraphedParts:
     """Runs parts of a batch by replaying one that was captured, where they look like it."""
 
@@ -141,17 +145,17 @@ class GraphedParts:
         self._captured, self._gradients, self._usable = None, [], False
 
     def _try_to_capture(self, part: PartOfStep) -> None:
-        reason = ""
         try:
             with _drawing_nothing():
                 self._captured = _Captured(self._capture, part)
         except (torch.OutOfMemoryError, CannotRehearse):
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        if reason:
             self._usable = False
-            log.warning("micro-batches are not captured as a CUDA graph: %s", reason)
+            if not isinstance(error, CaptureRefused):
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
+                log.warning("micro-batches are not captured as a CUDA graph: %s", reason)
+        if not self._usable:
             # A capture that broke off may have left something in them.
             for gradient in self._gradients:
                 gradient.zero_()
