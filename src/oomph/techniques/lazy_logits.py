@@ -101,6 +101,12 @@ class _Call:
             for tensor in self._inputs
         ]
 
+    def watch(self, tensor: Tensor) -> None:
+        """Count it among the head's weights."""
+        self.check_fresh()
+        self._inputs = (*self._inputs, tensor)
+        self._versions = self._count_writes()
+
     def check_fresh(self) -> None:
         """Fail if the head's input or weights were written to since the call."""
         if self._count_writes() != self._versions:
@@ -112,7 +118,7 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Recipe:
-    """How to compute lazy logits: `scale * linear(rows, weight, bias)` in `dtype`."""
+    """How to compute lazy logits: `scale * (linear(rows, weight, bias) + added)` in `dtype`."""
 
     call: _Call
     rows: Tensor
@@ -120,6 +126,8 @@ class _Recipe:
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
+    added: Tensor | None = None
+    """A number for each class that nobody trains, in the dtype of the sum."""
     scale: float = 1.0
     classes_second: bool = False
     """Whether the classes are the second of three dimensions, as `cross_entropy` takes them."""
@@ -147,7 +155,8 @@ class _Recipe:
         dtype = self.call.dtype
         bias = self.bias.to(dtype) if self.bias is not None else None
         with torch.autocast(self.rows.device.type, enabled=False):
-            return F.linear(self.rows.to(dtype), self.weight.to(dtype), bias)
+            logits = F.linear(self.rows.to(dtype), self.weight.to(dtype), bias)
+        return logits if self.added is None else logits.to(self.added.dtype) + self.added
 
     def detached(self) -> _Recipe:
         bias = self.bias.detach() if self.bias is not None else None
@@ -399,7 +408,12 @@ def _cross_entropy(
         scale=recipe.scale,
     )
     loss = chunked_cross_entropy(
-        rows.reshape(-1, width), recipe.weight, recipe.bias, target.reshape(-1), options
+        rows.reshape(-1, width),
+        recipe.weight,
+        recipe.bias,
+        target.reshape(-1),
+        options,
+        recipe.added,
     )
     call.chunking.chunked += 1
     call.has_chunked_loss = True
@@ -486,6 +500,30 @@ def _swap_classes(lazy: LazyLogits) -> _Recipe:
     return replace(lazy._recipe, classes_second=not lazy._recipe.classes_second)
 
 
+def _add(lazy: LazyLogits, other: Any) -> Any:
+    """A number for each class, as BART and its like have in a buffer."""
+    recipe = lazy._recipe
+    if (
+        not isinstance(other, Tensor)
+        or isinstance(other, LazyLogits)
+        or other.requires_grad
+        or not other.is_floating_point()
+        or other.device != recipe.rows.device
+        or other.numel() != len(recipe.weight)
+        or other.dim() not in range(1, len(recipe.shape) + 1)
+        or other.shape[-1] != len(recipe.weight)
+        or recipe.classes_second
+        or recipe.added is not None
+        or recipe.scale != 1.0
+    ):
+        return NotImplemented
+    dtype = torch.promote_types(recipe.dtype, other.dtype)
+    if dtype not in (recipe.dtype, torch.float32):
+        return NotImplemented
+    recipe.call.watch(other)
+    return replace(recipe, added=other.reshape(-1).to(dtype), dtype=dtype)
+
+
 def _multiply(lazy: LazyLogits, other: Any) -> Any:
     if not _is_number(other):
         return NotImplemented
@@ -548,6 +586,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.transpose: _transpose,
     Tensor.permute: _permute,
     torch.permute: _permute,
+    Tensor.add: _add,
+    torch.add: _add,
     Tensor.mul: _multiply,
     torch.mul: _multiply,
     Tensor.div: _divide,

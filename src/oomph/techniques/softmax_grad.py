@@ -52,14 +52,22 @@ class LossOptions:
 
 
 def chunked_cross_entropy(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: LossOptions
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: LossOptions,
+    added: Tensor | None = None,
 ) -> Tensor:
-    """`cross_entropy(scale * linear(rows, weight, bias), target)`; a number in fp32, or fp64."""
+    """`cross_entropy(scale * (linear(rows, weight, bias) + added), target)`; in fp32, or fp64.
+
+    `added` has a number for each class, which nobody trains, in the dtype of the sum.
+    """
     wanted = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (rows, weight, bias)
     )
-    loss: Tensor = _ChunkedCrossEntropy.apply(rows, weight, bias, target, options, wanted)
+    loss: Tensor = _ChunkedCrossEntropy.apply(rows, weight, bias, added, target, options, wanted)
     return loss
 
 
@@ -85,6 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        added: Tensor | None,
         target: Tensor,
         options: LossOptions,
         wanted: tuple[bool, bool, bool],
@@ -105,10 +114,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             cast_weight = _cast_and_pad(weight, dtype, columns)
             cast_bias = _cast_and_pad(bias, dtype, columns) if bias is not None else None
+            if added is not None:
+                added = _cast_and_pad(added, added.dtype, columns)
             for start in range(0, len(rows), options.tokens):
                 chunk = slice(start, start + options.tokens)
                 part = rows[chunk].to(dtype)
                 logits = F.linear(part, cast_weight, cast_bias)
+                if added is not None:
+                    logits = logits.to(added.dtype).add_(added)
                 losses = cross_entropy_chunk(
                     logits,
                     target[chunk],
@@ -119,6 +132,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     any(wanted),
                 )
                 total += losses.sum()
+                logits = logits.to(dtype)
                 if rows_grad is not None:
                     torch.mm(logits, cast_weight, out=rows_grad[chunk])
                 if weight_grad is not None:
@@ -150,7 +164,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             _scaled(unscaled, scale, dtype, ctx.tokens, overwrite) if unscaled is not None else None
             for unscaled, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 def _cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
