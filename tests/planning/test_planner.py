@@ -191,6 +191,39 @@ def test_batch_norm_keeps_the_batch_whole_and_says_so() -> None:
     assert any("BatchNorm1d" in note for note in made.notes)
 
 
+def test_a_loss_that_fails_with_parts_keeps_the_batch_whole_and_says_so() -> None:
+    def better_half(model: nn.Module, batch: Tensor) -> Tensor:
+        # As one does that compares chosen answers with rejected ones.
+        if len(batch) < SAMPLES:
+            raise ValueError("an answer is missing")
+        chosen, rejected = model(batch).float().pow(2).mean((1, 2)).chunk(2)
+        worse: Tensor = (chosen - rejected).exp().mean()
+        return worse
+
+    made = plan(Job(Model, better_half, batch=job().batch), budget=int(natural() * 0.7))
+    assert made.choices.micro_batch is None
+    assert made.choices.recomputed
+    (note,) = [note for note in made.notes if note.startswith("the batch is not split")]
+    assert "an answer is missing" in note
+    assert not any("no block" in note for note in made.notes)
+
+
+def test_a_block_on_whose_result_nothing_depends_is_left_alone() -> None:
+    class Early(Model):
+        """Takes what the last block but one gives, as models do that look at images."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = x
+            for block in self.blocks:
+                before, x = x, block(x)
+            return before
+
+    made = plan(job(Early, samples=1), budget=int(natural() * 0.28))
+    assert list(made.choices.blocks) == [f"blocks.{at}" for at in range(DEPTH - 1)]
+    assert made.choices.recomputed
+    assert not made.notes
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

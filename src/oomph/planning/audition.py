@@ -56,6 +56,14 @@ MAY_WAIT = 0.7
 GRADIENT_BYTES = 4
 
 
+class NotInBackward(CannotRehearse):
+    """Blocks run in the forward, and the loss does not depend on what comes of them."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(f"{paths[0]} runs in the forward and takes no part in backward")
+        self.paths = paths
+
+
 @dataclass(frozen=True, kw_only=True)
 class Audition:
     """What a job would take with these choices, for each way to choose for its blocks."""
@@ -605,6 +613,9 @@ def _marks_from(
     marks = [mark for mark in timeline.marks if start.event <= mark.event <= stop.event]
     last = {mark.name: mark for mark in marks}
     first = {mark.name: mark for mark in reversed(marks)}
+    paths = list(paths)
+    if unused := [path for path in paths if f"{path}|backward" not in first]:
+        raise NotInBackward(unused)
     return [_BlockMarks.of(path, first, last, stop) for path in paths]
 
 
@@ -628,20 +639,14 @@ class _BlockMarks:
     def of(
         cls, path: str, first: dict[str, Mark], last: dict[str, Mark], step_done: Mark
     ) -> _BlockMarks:
-        try:
-            # Called twice in a forward, a block goes from its first call to its last.
-            return cls(
-                forward=first[f"{path}|forward"],
-                end=last[f"{path}|end"],
-                backward=first[f"{path}|backward"],
-                # A block whose input wants no gradient is the last to run.
-                done=last.get(f"{path}|done", step_done),
-            )
-        except KeyError:
-            raise CannotRehearse(
-                f"{path} runs in the forward but takes no part in backward; freeze it or leave it"
-                " out of the model"
-            ) from None
+        # Called twice in a forward, a block goes from its first call to its last.
+        return cls(
+            forward=first[f"{path}|forward"],
+            end=last[f"{path}|end"],
+            backward=first[f"{path}|backward"],
+            # A block whose input wants no gradient is the last to run.
+            done=last.get(f"{path}|done", step_done),
+        )
 
 
 def _chain(

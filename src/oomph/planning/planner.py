@@ -28,6 +28,7 @@ from oomph.gpus.profile import load_profile
 from oomph.job import Job, batch_size, make_batch
 from oomph.planning.audition import (
     Audition,
+    NotInBackward,
     audition,
     count_parts,
     late_state,
@@ -173,6 +174,10 @@ def make_planner(
     )
 
 
+class CannotSplit(CannotRehearse):
+    """A loss that takes a whole batch fails with a part of it, as one that compares its halves."""
+
+
 @dataclass(kw_only=True)
 class Planner:
     """Plans one job within one budget after the other; what was heard once is not heard again."""
@@ -226,9 +231,7 @@ class Planner:
         began = time.perf_counter()
         try:
             self._look()
-            self._hear_all()
-            self._time_the_best()
-            estimate, candidate = self._choose()
+            estimate, candidate = self._find()
             changes = self._changes(candidate, estimate)
         finally:
             self._second.close()
@@ -246,8 +249,7 @@ class Planner:
         self._leaving = self._like.leaves  # blocks leave only beside their optimizer
         try:
             self._look()
-            self._hear_all()
-            estimate, candidate = self._choose()
+            estimate, candidate = self._find()
         finally:
             self._second.close()
             forget_compiled()
@@ -262,7 +264,7 @@ class Planner:
             self.batch = make_batch(self.job)
             self.notes += self.found.left_alone
             if self.found.whole_because:
-                self.notes.append(f"the batch is not split: {self.found.whole_because}")
+                self._keep_whole(self.found.whole_because)
         self._checker = Checker(
             job=self.job,
             gpu=self.gpu,
@@ -272,6 +274,24 @@ class Planner:
             say=self.say,
         )
         self._pricing = Pricing(job=self.job, gpu=self.gpu, clock=self.clock, second=self._second)
+
+    def _find(self) -> tuple[Estimate, Candidate]:
+        """The fastest that fits; in one part, where it turns out that the batch has none."""
+        try:
+            self._hear_all()
+            if self._like is None:
+                self._time_the_best()
+            return self._choose()
+        except CannotSplit as error:
+            self._keep_whole(f"parts of it fail, {error}")
+            self._second.close()  # it believes in parts
+            self._leaving = self._like.leaves if self._like is not None else False
+            self._weights = None
+            return self._find()
+
+    def _keep_whole(self, reason: str) -> None:
+        self.found = dataclasses.replace(self.found, whole_because=reason)
+        self.notes.append(f"the batch is not split: {reason}")
 
     def _remember(self, model: nn.Module, optimizer: Any) -> None:
         gpu = self.gpu.name if self.gpu is not None else None
@@ -519,7 +539,12 @@ class Planner:
         told = self._second.answer(question(HEAR, base))
         try:
             heard = from_plain(told) if told is not None else self._audition(base)
+        except NotInBackward as error:
+            kept = [block for block in self.found.blocks if block.path not in error.paths]
+            self.found = dataclasses.replace(self.found, blocks=tuple(kept))
+            return None
         except CannotRehearse as error:
+            self._check_split(base, error)
             if base.compiled and self._like is None:
                 self._uncompiled[base.weights] = str(error)
             elif self.found.blocks:
@@ -536,6 +561,18 @@ class Planner:
             self.found = dataclasses.replace(self.found, heads={})
             return None
         return heard
+
+    def _check_split(self, base: Choices, error: CannotRehearse) -> None:
+        """Raise `CannotSplit` where it is a part of a batch by itself that fails, not the whole."""
+        if base.micro_batch in (None, self.job.micro_batch):
+            return
+        whole = Choices(precision=base.precision, generation_cache=base.generation_cache)
+        price(self.job, self.gpu, self.clock, whole)
+        try:
+            part = dataclasses.replace(whole, micro_batch=base.micro_batch)
+            price(self.job, self.gpu, self.clock, part)
+        except CannotRehearse as failed:
+            raise CannotSplit(str(failed)) from error
 
     def _audition(self, base: Choices) -> Audition:
         return audition(self.job, self.gpu, self.clock, self.found, base)
