@@ -49,6 +49,8 @@ class Job:
     """The most the gradients' global norm may be; None does not clip."""
     items: Callable[[Any], Tensor] | None = field(default=None, kw_only=True)
     """Counts what the loss averages over in a batch, such as valid tokens; None finds it out."""
+    whole_batch: bool = field(default=False, kw_only=True)
+    """Whether the loss compares samples of a batch with each other, so that no plan splits it."""
     name: str = field(default="model", kw_only=True)
 
     def __post_init__(self) -> None:

@@ -208,6 +208,12 @@ def test_a_loss_that_fails_with_parts_keeps_the_batch_whole_and_says_so() -> Non
     assert not any("no block" in note for note in made.notes)
 
 
+def test_a_job_may_keep_its_batch_whole() -> None:
+    made = plan(job(whole_batch=True), budget=int(natural() * 0.7))
+    assert made.choices.micro_batch is None
+    assert "the batch is not split: the job says so" in made.notes
+
+
 def test_a_block_on_whose_result_nothing_depends_is_left_alone() -> None:
     class Early(Model):
         """Takes what the last block but one gives, as models do that look at images."""

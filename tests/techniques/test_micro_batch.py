@@ -411,6 +411,29 @@ def test_samples_that_are_compared_with_each_other_do_not_add_up() -> None:
         trained(spread, [ragged()], 2)
 
 
+def preferred(model: Any, batch: Batch) -> Tensor:
+    """Compares the first half of a batch, sample by sample, with the second."""
+    if len(batch["ids"]) % 2:
+        raise ValueError("an answer is missing")
+    chosen, rejected = model(batch["ids"]).mean((1, 2)).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def test_halves_that_are_compared_do_not_add_up_although_none_fails() -> None:
+    with pytest.raises(BadInput, match=r"the loss of four samples is .* `whole_batch=True`"):
+        trained(preferred, [ragged(8)], 4)
+
+
+def test_a_loss_that_fails_with_one_sample_may_still_add_up() -> None:
+    def never_alone(model: Any, batch: Batch) -> Tensor:
+        assert len(batch["ids"]) > 1
+        return squared(model, batch)
+
+    assert_adds_up(never_alone, ragged(8), sizes=(2, 4))
+    with pytest.raises(BadInput, match=r"takes no parts .*AssertionError.* `whole_batch=True`"):
+        trained(never_alone, [ragged(3)], 2)
+
+
 def test_a_refusal_comes_before_any_weight_changes() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

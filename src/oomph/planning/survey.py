@@ -160,7 +160,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         can_drop_cache=can_drop_cache,
         convolves_images=seen.convolves_images,
         checkpoints_itself=seen.checkpoints_itself,
-        whole_because=seen.whole_because,
+        whole_because="the job says so" if job.whole_batch else seen.whole_because,
         left_alone=left_alone,
     )
 

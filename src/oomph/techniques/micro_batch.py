@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path
 
 from oomph.errors import BadInput, OomphError
-from oomph.job import split_batch
+from oomph.job import batch_size, split_batch
 
 Count = Callable[[Any], Tensor]
 
@@ -46,7 +46,10 @@ _LEGACY = ("size_average", "reduce")
 #: What they ignore where nothing is named.
 _IGNORED = -100
 
-ADVICE = "give the job `items=lambda batch: …` that counts what its loss averages over"
+ADVICE = (
+    "give the job `items=lambda batch: …` that counts what its loss averages over (1 for a sum), or"
+    " `whole_batch=True` where it compares samples with each other"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,35 +328,68 @@ def check_parts(
     """Refuse a loss that its parts do not add up to, by trying it on two samples (rule 6).
 
     It is tried in evaluation, without dropout, and leaves all random streams where they were. A
-    loss that draws random numbers even so, or fails outside training, cannot be tried.
+    loss that draws random numbers even so, or fails outside training, cannot be tried. One that
+    fails with a sample alone is tried on two pairs.
     """
-    pair, (one, other) = split_batch(batch, 2)[0], split_batch(batch, 1)[:2]
-    weigher = Weigher()
-    weigher.begin(pair)
-    try:
-        # Nothing is compiled for shapes that do not come again.
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            in_evaluation(model),
-            _random_streams(model) as was_drawn_from,
-        ):
-            whole = float(compute_loss(pair))
-            parts = sum(
-                float(weigher.weigh(part, 0.5, functools.partial(compute_loss, part)))
-                for part in (one, other)
+    failed = None
+    for size, words in ((1, "two samples is"), (2, "four samples is")):
+        if failed is not None and batch_size(batch) < 2 * size:
+            break
+        found = _try_parts(model, batch, compute_loss, size)
+        if isinstance(found, Exception):
+            failed = found
+            continue
+        if found is None:
+            return
+        whole, parts = found
+        if math.isfinite(whole) and not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=1e-6):
+            raise BadInput(
+                f"the loss of {words} {whole:.6g}, but {parts:.6g} if each part of {size} is"
+                f" computed alone, so oomph cannot weigh micro-batches; {ADVICE}"
             )
-            if was_drawn_from():
-                return
-    except OomphError:
-        raise
-    except Exception:  # out of memory too: two samples may be more than a part has
         return
-    if math.isfinite(whole) and not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=1e-6):
-        raise BadInput(
-            f"the loss of two samples is {whole:.6g}, but {parts:.6g} if each is computed alone,"
-            f" so oomph cannot weigh micro-batches; {ADVICE}, 1 for a sum"
-        )
+    raise BadInput(
+        f"the loss takes no parts of a batch ({type(failed).__name__}: {failed}); give the job"
+        " `whole_batch=True`"
+    ) from failed
+
+
+def _try_parts(
+    model: nn.Module, batch: Any, compute_loss: Callable[[Any], Tensor], size: int
+) -> tuple[float, float] | Exception | None:
+    """The loss of two parts of this size at once, and one by one; or what a part failed with.
+
+    None where neither can be told.
+    """
+    both, parts = split_batch(batch, 2 * size)[0], split_batch(batch, size)[:2]
+    weigher = Weigher()
+    weigher.begin(both)
+    # Nothing is compiled for shapes that do not come again.
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        in_evaluation(model),
+        _random_streams(model) as was_drawn_from,
+    ):
+        try:
+            whole = float(compute_loss(both))
+        except OomphError:
+            raise
+        except Exception:  # out of memory too: two samples may be more than a part has
+            return None
+        try:
+            computes = [functools.partial(compute_loss, part) for part in parts]
+            weighed = [
+                float(weigher.weigh(part, 0.5, compute))
+                for part, compute in zip(parts, computes, strict=True)
+            ]
+        except OomphError:
+            raise
+        except torch.OutOfMemoryError:
+            return None
+        except Exception as error:
+            return error
+        return None if was_drawn_from() else (whole, sum(weighed))
 
 
 @contextlib.contextmanager
