@@ -348,9 +348,9 @@ def check_parts(
                 f" computed alone, so oomph cannot weigh micro-batches; {ADVICE}"
             )
         return
+    reason = f"{type(failed).__name__}: {failed}".split("\n")[0]
     raise BadInput(
-        f"the loss takes no parts of a batch ({type(failed).__name__}: {failed}); give the job"
-        " `whole_batch=True`"
+        f"the loss takes no parts of a batch ({reason}); give the job `whole_batch=True`"
     ) from failed
 
 
