@@ -123,7 +123,8 @@ def test_whoever_asks_for_it_gets_it(told: nn.Module) -> None:
     more = told(**tokens(length=4), past_key_values=kept).past_key_values
     assert more.get_seq_length() == LENGTH + 4
     ids = tokens()["input_ids"]
-    assert told(ids, None, None, None, None, None, True).past_key_values is not None
+    for asked in (True, None):  # by its place, which no keyword may take as well
+        assert told(ids, None, None, None, None, None, asked).past_key_values is not None
 
 
 def test_the_outermost_module_that_can_be_told_is() -> None:

@@ -566,13 +566,15 @@ class Planner:
         """Raise `CannotSplit` where it is a part of a batch by itself that fails, not the whole."""
         if base.micro_batch in (None, self.job.micro_batch):
             return
-        whole = Choices(precision=base.precision, generation_cache=base.generation_cache)
-        price(self.job, self.gpu, self.clock, whole)
-        try:
-            part = dataclasses.replace(whole, micro_batch=base.micro_batch)
-            price(self.job, self.gpu, self.clock, part)
-        except CannotRehearse as failed:
-            raise CannotSplit(str(failed)) from error
+        plain = Choices(precision=base.precision, generation_cache=base.generation_cache)
+        for size in (None, base.micro_batch):
+            try:
+                tried = dataclasses.replace(plain, micro_batch=size)
+                price(self.job, self.gpu, self.clock, tried)
+            except CannotRehearse as failed:
+                if size is None:
+                    return
+                raise CannotSplit(str(failed)) from error
 
     def _audition(self, base: Choices) -> Audition:
         return audition(self.job, self.gpu, self.clock, self.found, base)

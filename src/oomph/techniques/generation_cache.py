@@ -97,5 +97,8 @@ def _is_cache(value: Any) -> bool:
 
 def _leaves_it_open(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call neither says what is to be kept, nor goes on from any."""
-    given = {**dict(zip(_arguments(module), args, strict=False)), **kwargs}
-    return all(given.get(name) is None for name in ("use_cache", *_EARLIER))
+    in_order = dict(zip(_arguments(module), args, strict=False))
+    given = {**in_order, **kwargs}
+    return "use_cache" not in in_order and all(
+        given.get(name) is None for name in ("use_cache", *_EARLIER)
+    )
