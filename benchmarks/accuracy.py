@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case, all_cases
-from oomph.estimation import Estimate, estimate
-from oomph.gpus import GPU
+from oomph.hardware import GPU
+from oomph.rehearsal.estimation import Estimate, estimate
 
 TRUTH = Path(__file__).parent / "truth"
 LEDGERS = ("allocated", "reserved")

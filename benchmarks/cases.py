@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oomph.job import Job
-from oomph.job_sources import job_from_name
+from oomph.jobs.job import Job
+from oomph.jobs.sources import job_from_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import oomph
 from benchmarks.profiler_memory import measure_cpu_peak
-from oomph.job import build_model, make_batch, make_optimizer
-from oomph.reporting.plans import describe_plan
-from oomph.reporting.report import Report, Table, describe
-from oomph.reporting.text import print_estimate, print_report, print_table
-from oomph.running.step import Stage, train_step
+from oomph.engine.step import Stage, train_step
+from oomph.jobs.job import build_model, make_batch, make_optimizer
+from oomph.report.plans import describe_plan
+from oomph.report.report import Report, Table, describe
+from oomph.report.text import print_estimate, print_report, print_table
 from oomph.units import format_bytes
 
 GPU = "rtx-4090"

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oomph.gpus.measuring import disk_rates
-from oomph.host.disk import DiskStore
+from oomph.hardware.measuring import disk_rates
+from oomph.memory.disk import DiskStore
 from oomph.units import MIB, format_bytes
 
 

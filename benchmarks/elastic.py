@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 from oomph.rehearsal.hidden import device_overhead
-from oomph.running.elastic import Elastic
-from oomph.running.run import Run, fit
+from oomph.runs.elastic import Elastic
+from oomph.runs.run import Run, fit
 from oomph.units import GIB, format_bytes, parse_bytes
 
 #: Steps that compile and warm up, and count for nothing.
@@ -122,7 +122,7 @@ def make_run(setting: Setting, ask: Callable[[], int | None]) -> tuple[Run, int]
         vocabulary, loss, precision = 64, token_loss, "fp32"
     else:
         from benchmarks.real_steps import set_up
-        from oomph.job_sources import job_from_name
+        from oomph.jobs.sources import job_from_name
 
         job = job_from_name(setting.model, batch=setting.batch, seq=setting.seq)
         model = set_up(job).model

@@ -48,10 +48,10 @@ from oomph.data.token_batches import TokenBatches
 from oomph.data.token_limit import tokens_that_fit
 from oomph.data.waiting import make_waiting
 from oomph.errors import BadInput
-from oomph.estimation import estimate
-from oomph.gpus import GPU, find_gpu
-from oomph.job import Job, make_optimizer
-from oomph.running.run import enforce
+from oomph.hardware import GPU, find_gpu
+from oomph.jobs.job import Job, make_optimizer
+from oomph.rehearsal.estimation import estimate
+from oomph.runs.run import enforce
 from oomph.techniques.allocator_settings import EXPANDABLE, set_allocator
 from oomph.techniques.autocast import autocast
 from oomph.units import GIB, MIB, format_bytes, parse_bytes

@@ -45,13 +45,13 @@ from benchmarks.real_steps import (
     summary,
 )
 from benchmarks.side_by_side import ROOM, Seat, SharedCard, Task
-from oomph.estimation import estimate
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.job_sources import job_from_name
-from oomph.planning.plan import Plan
+from oomph.hardware import find_gpu
+from oomph.jobs.job import Job
+from oomph.jobs.sources import job_from_name
+from oomph.plans.plan import Plan
+from oomph.rehearsal.estimation import estimate
 from oomph.rehearsal.hidden import device_overhead
-from oomph.running.run import apply
+from oomph.runs.run import apply
 from oomph.units import GIB
 
 OOMPH = "oomph"

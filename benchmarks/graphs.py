@@ -19,17 +19,17 @@ import torch
 
 from benchmarks.plans import GPU
 from benchmarks.real_steps import clock, environment, run_steps, set_up
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.job_sources import job_from_name
-from oomph.planning.choices import KEEP, Choices
-from oomph.planning.survey import survey
+from oomph.engine.applying import apply_choices
+from oomph.engine.step import train_step
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import Job
+from oomph.jobs.sources import job_from_name
+from oomph.plans.choices import KEEP, Choices
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.replaying import replay
-from oomph.running.applying import apply_choices
-from oomph.running.step import train_step
-from oomph.timing.clock import Clock
+from oomph.search.survey import survey
 from oomph.units import GIB
 
 #: model, batch, seq, micro-batch, whether blocks are compiled

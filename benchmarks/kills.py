@@ -247,8 +247,8 @@ def _train(
 ) -> None:
     import torch
 
-    from oomph.running.checkpoint_folder import checkpoints
-    from oomph.running.run import apply
+    from oomph.runs.checkpoint_folder import checkpoints
+    from oomph.runs.run import apply
 
     record("started")
     job, loader = _small_job()
@@ -277,7 +277,7 @@ def _small_job() -> tuple[Any, Any]:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from oomph.job import Job
+    from oomph.jobs.job import Job
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 1))

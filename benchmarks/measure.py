@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.cases import Case, all_cases
 from benchmarks.memtracker import memtracker_peak
-from oomph.estimation import estimate
-from oomph.job import build_model, make_batch, make_optimizer
-from oomph.running.evaluating import evaluate_batch
-from oomph.running.step import Stage, train_step
+from oomph.engine.evaluating import evaluate_batch
+from oomph.engine.step import Stage, train_step
+from oomph.jobs.job import build_model, make_batch, make_optimizer
+from oomph.rehearsal.estimation import estimate
 
 #: A case that takes longer than this is given up.
 PATIENCE_S = 90

@@ -12,8 +12,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.cases import Case
-from oomph.job import build_model, make_batch, make_optimizer
-from oomph.running.step import Stage, train_step
+from oomph.engine.step import Stage, train_step
+from oomph.jobs.job import build_model, make_batch, make_optimizer
 
 
 def memtracker_peak(case: Case) -> int:

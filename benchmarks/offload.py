@@ -46,9 +46,9 @@ from benchmarks.real_steps import (
     set_up,
 )
 from benchmarks.side_by_side import Seat, SharedCard, Task
-from oomph.job import Job, batch_size
-from oomph.job_sources import job_from_name
-from oomph.running.run import apply
+from oomph.jobs.job import Job, batch_size
+from oomph.jobs.sources import job_from_name
+from oomph.runs.run import apply
 from oomph.units import GIB
 
 CLIP_NORM = 1.0

@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.frontier import SUITES, plan_path
 from benchmarks.real_steps import clock, environment, load_plan, run_steps, set_up
-from oomph.planning.choices import Choices, offloaded
-from oomph.planning.plan import Plan
-from oomph.running.run import apply
+from oomph.plans.choices import Choices, offloaded
+from oomph.plans.plan import Plan
+from oomph.runs.run import apply
 
 SUITE = SUITES["llama-3.2-1b"]
 BUDGETS = (8, 12, 16)

@@ -17,7 +17,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from benchmarks.real_steps import Training
-from oomph.job import AUTOCAST, batch_size, repeated_blocks, split_batch
+from oomph.jobs.job import AUTOCAST, batch_size, repeated_blocks, split_batch
 
 Change = Callable[[nn.Module], None]
 

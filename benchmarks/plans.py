@@ -51,22 +51,23 @@ from benchmarks.side_by_side import (
     SharedCard,
     Task,
 )
+from benchmarks.stored_choices import stored_choices
 from oomph.errors import DoesNotFit
-from oomph.estimation import estimate
-from oomph.gpus import find_gpu
-from oomph.gpus.measuring import measure_machine
-from oomph.gpus.profile import Profile, save_profile
-from oomph.job import Job
-from oomph.job_sources import job_from_name
-from oomph.planning.audition import count_parts
-from oomph.planning.choices import Choices
-from oomph.planning.effort import step_effort
-from oomph.planning.plan import Plan
-from oomph.planning.planner import plan as make_plan
+from oomph.hardware import find_gpu
+from oomph.hardware.measuring import measure_machine
+from oomph.hardware.profile import Profile, save_profile
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import Job
+from oomph.jobs.sources import job_from_name
+from oomph.plans.choices import Choices
+from oomph.plans.plan import Plan
+from oomph.rehearsal.estimation import estimate
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import rehearse
-from oomph.running.run import apply
-from oomph.timing.clock import Clock
+from oomph.rehearsal.step_cost import step_cost
+from oomph.runs.run import apply
+from oomph.search.option_profiles import count_parts
+from oomph.search.planner import plan as make_plan
 
 GPU = "h200"
 #: Ways to end that say nothing about the plan.
@@ -327,13 +328,13 @@ def predicted_again(pair: Pair, choices: Choices) -> float:
     job, gpu = pair.job(), find_gpu(GPU)
     clock = Clock.of(gpu)
     timeline = rehearse(job, gpu, ("build", "first step", "step"), choices=choices, clock=clock)
-    return step_effort(timeline, count_parts(job, choices.micro_batch)).seconds(clock)
+    return step_cost(timeline, count_parts(job, choices.micro_batch)).seconds(clock)
 
 
 def _predict_again(named: tuple[str, Entry]) -> tuple[str, float]:
     name, entry = named
     pair = next(pair for pair in all_pairs() if pair.name == name)
-    return name, predicted_again(pair, Choices.from_dict(entry["plan"]["choices"]))
+    return name, predicted_again(pair, stored_choices(entry["plan"]["choices"]))
 
 
 def _predict_by(profile: Entry, named: tuple[str, Entry]) -> tuple[str, float]:

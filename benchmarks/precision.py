@@ -27,12 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.gpus import GPU, find_gpu
-from oomph.job import Job, Precision
+from oomph.hardware import GPU, find_gpu
+from oomph.jobs.job import Job
+from oomph.plans.precisions import Precision
 from oomph.precision.controller import AdaptivePrecision
-from oomph.precision.ladder import Level
 from oomph.precision.report import PredictedStep, predict_step
-from oomph.running.run import fit
+from oomph.runs.run import fit
+from oomph.techniques.number_formats import Level
 from oomph.units import format_bytes
 
 #: Numbers are added modulo this.

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.side_by_side import FAILED
-from oomph.gpus import find_gpu
-from oomph.job import Job, build_model, make_batch, make_optimizer
-from oomph.planning.plan import Plan, torch_version
-from oomph.running.run import enforce
+from oomph.hardware import find_gpu
+from oomph.jobs.description import torch_version
+from oomph.jobs.job import Job, build_model, make_batch, make_optimizer
+from oomph.plans.plan import Plan
+from oomph.runs.run import enforce
 
 OK = "ok"
 OUT_OF_MEMORY = "out of memory"

@@ -17,7 +17,8 @@ BOUND_GIB = 2
 def run(model: str) -> tuple[float, float, int]:
     """Seconds, GiB of process memory and blocks of one estimate."""
     import oomph
-    from oomph.models import build_config, find_model
+    from oomph.jobs.models import find_model
+    from oomph.jobs.models.building import build_config
 
     build_config(find_model(model))  # imports the model's own module
     job = oomph.job_from_name(

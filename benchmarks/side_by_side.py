@@ -15,7 +15,7 @@ from typing import Any
 
 import torch._inductor.config
 
-from oomph.host.limits import host_limits
+from oomph.memory.limits import host_limits
 
 TIMED_OUT = "timed out"
 OUT_OF_HOST_MEMORY = "out of host memory"

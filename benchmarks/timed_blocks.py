@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.plans import load, save
 from benchmarks.real_steps import OK, attempt, clock, environment, peaks, run_steps, set_up, summary
-from oomph.job_sources import job_from_name
-from oomph.running.run import fit
+from oomph.jobs.sources import job_from_name
+from oomph.runs.run import fit
 from oomph.units import GIB
 
 #: Steps that compile and warm up, and those that are timed.

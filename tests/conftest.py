@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from oomph.torch_compat.function_modes import current_function_mode
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
@@ -25,3 +27,14 @@ def loggers_speak() -> None:
     logger = logging.getLogger("oomph")
     logger.disabled, logger.propagate = False, True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left() -> Iterator[None]:
+    """A mode that a test leaves behind is its own failure, and not one of all tests after it."""
+    yield
+    left = []
+    while (mode := current_function_mode()) is not None:
+        left.append(mode)
+        mode.__exit__(None, None, None)
+    assert not left, f"left active: {left}"

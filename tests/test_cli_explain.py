@@ -55,6 +55,32 @@ def test_explain_writes_only_json_where_that_is_asked_for(files) -> None:
     assert values["ledgers"] == {"allocated": 100 * MIB, "reserved": 100 * MIB}
 
 
+@pytest.mark.parametrize("command", [["explain"], ["explain", "--json"], ["compare"]])
+@pytest.mark.parametrize(
+    "content",
+    [
+        # A key of tuples without end overflowed the stack of the process: exit code 139.
+        b"\x80\x04})" + b"\x85" * 400_000 + b"Ns.",
+        # 451 bytes that were printed, compared or hashed for ever.
+        b"\x80\x04})\x94" + b"".join(b"h%ch%c\x86\x94" % (n, n) for n in range(90)) + b"Ns.",
+        b"\x80\x04}(K\x01u.",
+        b"\x1f\x8b\x08\x00" + b"\xff" * 60,
+        b'{"traceEvents": [{"name": "[memory]", "ts": "x", "args": {}}]}',
+        b'{"kind": "oomph watch", "memory": ' + b"[" * 50_000,
+        b'{"smallest_budget": NaN, "reason": ""}',
+        b'{"error": "\\u001b[2J\\ud800"}',
+    ],
+)
+def test_files_made_to_do_harm_are_refused_in_one_line(tmp_path, content, command) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    paths = [str(path)] * (2 if command == ["compare"] else 1)
+    result = oomph(*command, *paths)
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert line.startswith("oomph: ") and "internal" not in line and line.isprintable()
+
+
 def test_explain_refuses_code_in_one_line(tmp_path) -> None:
     path = tmp_path / "evil.pickle"
     path.write_bytes(pickle.dumps(print, 4))

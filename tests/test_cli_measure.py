@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oomph.cli import run
-from oomph.gpus.profile import load_profile
+from oomph.hardware.profile import load_profile
 
 
 def test_a_machine_is_measured_saved_and_shown(

@@ -186,8 +186,8 @@ def test_host_memory_is_what_is_given_or_what_is_free_where_it_trains(
     def refuse(*_, **options):
         raise HostTooSmall(f"{options['host']!r} is too little", 3, 5)
 
-    monkeypatch.setattr("oomph.planning.attempt.plan", refuse)
-    monkeypatch.setattr("oomph.running.run.free_host_memory", lambda *_: 7)
+    monkeypatch.setattr("oomph.search.attempt.plan", refuse)
+    monkeypatch.setattr("oomph.runs.run.free_host_memory", lambda *_: 7)
     result = oomph(*command, "--model", f"{file}:make")
     assert result.code == 3
     assert f"; {host!r} is too little" in result.first
@@ -287,7 +287,7 @@ def test_training_without_a_plan_that_fits_exits_with_3(file) -> None:
         ((*AMPLE, "--clip-norm", "0"), "a positive norm"),
         ((*AMPLE, "--save", "/no/such/folder/plan.json"), "there is no folder /no/such/folder"),
         (("--gpu", "any", "--save", "plan.json"), "one card, not any"),
-        (("--gpu", "any", "--prices", "missing.toml"), "cannot read the prices missing.toml"),
+        (("--gpu", "any", "--prices", "missing.toml"), "cannot read the prices 'missing.toml'"),
         ((*AMPLE, "--prices", "prices.toml"), "use it with --gpu any"),
         (("--gpu", "abacus"), "unknown GPU 'abacus'"),
         (("--host", "much"), "cannot read 'much' as memory"),
@@ -307,7 +307,7 @@ def test_plans_that_cannot_be_meant_are_refused(file, arguments, words) -> None:
         ((), "nothing limits a job on the CPU"),
         (("--steps", "0", "--budget", "64MiB"), "--steps"),
         (("--device", "tpu"), "cpu or cuda, not 'tpu'"),
-        (("--plan", "missing.json"), "cannot read the plan missing.json"),
+        (("--plan", "missing.json"), "cannot read the plan 'missing.json'"),
         (("--plan", "plan.json", "--budget", "1GiB"), "--plan has its own budget"),
         (("--plan", "plan.json", "--host", "1GiB"), "--plan has its own host"),
         (("--plan", "plan.json", "--no-compile", "--allow", "lossy"), "its own allow, no-compile"),

@@ -14,8 +14,8 @@ import typer
 
 import oomph
 from oomph import cli
-from oomph.gpus import find_gpu
-from oomph.models import find_model
+from oomph.hardware import find_gpu
+from oomph.jobs.models import find_model
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

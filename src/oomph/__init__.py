@@ -9,6 +9,9 @@ run = oomph.fit(model, optimizer, loss, batch, budget="24GiB")
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from oomph.plans.techniques import load_with as load_techniques_with
+from oomph.rendering import load_with
+
 if TYPE_CHECKING:
     from oomph.advising.advice import Advice, advise
     from oomph.data.batch_shapes import in_shape
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from oomph.data.token_limit import tokens_that_fit
     from oomph.data.waste import Waste
     from oomph.data.worker_tuning import TunedWorkers, tune_workers
+    from oomph.engine.evaluating import Evaluation
     from oomph.errors import (
         BadCheckpoint,
         BadInput,
@@ -39,41 +43,43 @@ if TYPE_CHECKING:
         MissingExtra,
         OomphError,
         OutOfMemory,
+        RunBusy,
         StalePlan,
+        StepBroken,
         UnknownName,
         WrongCheckpoint,
     )
-    from oomph.estimation import Estimate, Ledgers, estimate
     from oomph.explaining.comparing import Comparison, compare
     from oomph.explaining.explanation import Explanation, explain
     from oomph.explaining.watching import watch
-    from oomph.gpus import GPU, find_gpu, known_gpus
-    from oomph.job import Job
-    from oomph.job_sources import job_from_config, job_from_factory, job_from_name
-    from oomph.models import find_model, known_models
-    from oomph.planning.best_cards import BestCards, best_cards
-    from oomph.planning.cards import CardSurvey, CardVerdict, survey_cards
-    from oomph.planning.choices import Choices
-    from oomph.planning.largest_planned import PlannedLimit, largest_planned
-    from oomph.planning.limits import Limit, largest
-    from oomph.planning.plan import Change, Plan
-    from oomph.planning.planner import plan
+    from oomph.hardware import GPU, find_gpu, known_gpus
+    from oomph.jobs.job import Job
+    from oomph.jobs.models import find_model, known_models
+    from oomph.jobs.sources import job_from_config, job_from_factory, job_from_name
+    from oomph.plans.choices import Choices
+    from oomph.plans.fidelity import Fidelity
+    from oomph.plans.ledgers import Ledgers
+    from oomph.plans.plan import Change, Plan
     from oomph.precision.controller import AdaptivePrecision, PrecisionEvent
     from oomph.precision.report import PrecisionReport
+    from oomph.rehearsal.estimation import Estimate, estimate
     from oomph.rehearsal.phases import rehearse
     from oomph.rehearsal.timeline import Block, Category, Timeline
-    from oomph.running.batches import Batches
-    from oomph.running.elastic import Elastic, Event
-    from oomph.running.evaluating import Evaluation
-    from oomph.running.inference import (
+    from oomph.runs.batches import Batches
+    from oomph.runs.elastic import Elastic, Event
+    from oomph.runs.inference import (
         InferencePlan,
         InferenceRun,
         apply_inference,
         plan_inference,
     )
-    from oomph.running.loading import Checkpoint, Resumed, load_checkpoint
-    from oomph.running.run import Run, apply, fit, resume
-    from oomph.techniques.technique import Fidelity
+    from oomph.runs.loading import Checkpoint, Resumed, load_checkpoint
+    from oomph.runs.run import Run, apply, fit, resume
+    from oomph.search.best_cards import BestCards, best_cards
+    from oomph.search.cards import CardSurvey, CardVerdict, survey_cards
+    from oomph.search.largest_planned import PlannedLimit, largest_planned
+    from oomph.search.limits import Limit, largest
+    from oomph.search.planner import plan
 
 #: Where each public name lives. It is imported when first used: `oomph --help` needs no torch.
 _HOMES = {
@@ -89,7 +95,9 @@ _HOMES = {
         "MissingExtra",
         "OomphError",
         "OutOfMemory",
+        "RunBusy",
         "StalePlan",
+        "StepBroken",
         "UnknownName",
         "WrongCheckpoint",
     ),
@@ -110,32 +118,33 @@ _HOMES = {
     "data.waste": ("Waste",),
     "data.worker_tuning": ("TunedWorkers", "tune_workers"),
     "advising.advice": ("Advice", "advise"),
-    "estimation": ("Estimate", "Ledgers", "estimate"),
+    "rehearsal.estimation": ("Estimate", "estimate"),
     "explaining.comparing": ("Comparison", "compare"),
     "explaining.explanation": ("Explanation", "explain"),
     "explaining.watching": ("watch",),
-    "gpus": ("GPU", "find_gpu", "known_gpus"),
-    "job": ("Job",),
-    "job_sources": ("job_from_config", "job_from_factory", "job_from_name"),
-    "models": ("find_model", "known_models"),
-    "planning.best_cards": ("BestCards", "best_cards"),
-    "planning.cards": ("CardSurvey", "CardVerdict", "survey_cards"),
-    "planning.choices": ("Choices",),
-    "planning.largest_planned": ("PlannedLimit", "largest_planned"),
-    "planning.limits": ("Limit", "largest"),
-    "planning.plan": ("Change", "Plan"),
-    "planning.planner": ("plan",),
+    "hardware": ("GPU", "find_gpu", "known_gpus"),
+    "jobs.job": ("Job",),
+    "jobs.sources": ("job_from_config", "job_from_factory", "job_from_name"),
+    "jobs.models": ("find_model", "known_models"),
+    "search.best_cards": ("BestCards", "best_cards"),
+    "search.cards": ("CardSurvey", "CardVerdict", "survey_cards"),
+    "search.largest_planned": ("PlannedLimit", "largest_planned"),
+    "search.limits": ("Limit", "largest"),
+    "search.planner": ("plan",),
+    "plans.choices": ("Choices",),
+    "plans.fidelity": ("Fidelity",),
+    "plans.ledgers": ("Ledgers",),
+    "plans.plan": ("Change", "Plan"),
     "precision.controller": ("AdaptivePrecision", "PrecisionEvent"),
     "precision.report": ("PrecisionReport",),
     "rehearsal.phases": ("rehearse",),
     "rehearsal.timeline": ("Block", "Category", "Timeline"),
-    "running.batches": ("Batches",),
-    "running.elastic": ("Elastic", "Event"),
-    "running.evaluating": ("Evaluation",),
-    "running.inference": ("InferencePlan", "InferenceRun", "apply_inference", "plan_inference"),
-    "running.loading": ("Checkpoint", "Resumed", "load_checkpoint"),
-    "running.run": ("Run", "apply", "fit", "resume"),
-    "techniques.technique": ("Fidelity",),
+    "runs.batches": ("Batches",),
+    "runs.elastic": ("Elastic", "Event"),
+    "engine.evaluating": ("Evaluation",),
+    "runs.inference": ("InferencePlan", "InferenceRun", "apply_inference", "plan_inference"),
+    "runs.loading": ("Checkpoint", "Resumed", "load_checkpoint"),
+    "runs.run": ("Run", "apply", "fit", "resume"),
 }
 
 __all__ = [
@@ -184,7 +193,9 @@ __all__ = [
     "Prefetcher",
     "Resumed",
     "Run",
+    "RunBusy",
     "StalePlan",
+    "StepBroken",
     "Timeline",
     "TokenBatches",
     "TunedWorkers",
@@ -224,6 +235,10 @@ __all__ = [
     "tune_workers",
     "watch",
 ]
+
+
+load_with(lambda: import_module("oomph.report.renderers"))
+load_techniques_with(lambda: import_module("oomph.techniques.builtin"))
 
 
 def __getattr__(name: str) -> Any:

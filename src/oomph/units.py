@@ -1,4 +1,4 @@
-"""Bytes as people write and read them: 24GiB in, 23.6 GiB out."""
+"""Parse and format sizes in bytes: 24GiB in, 23.6 GiB out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 
 from oomph.errors import BadInput
+from oomph.quoting import brief
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -30,23 +31,23 @@ _UNITS = {
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """`"24GiB"`, `"24 GB"` or a number of bytes, as a whole positive number of bytes."""
+    """Convert `"24GiB"`, `"24 GB"` or a number of bytes to a positive whole number of bytes."""
     match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", str(text).lower())
     if match is None or match[2] not in _UNITS:
-        raise BadInput(f"cannot read {text!r} as memory; write it like 24GiB, 80GB or 512MiB")
+        raise BadInput(f"cannot read {brief(text)} as memory; write it like 24GiB, 80GB or 512MiB")
     try:
         size = float(match[1]) * _UNITS[match[2]]
     except ValueError:
-        raise BadInput(f"cannot read {text!r} as memory; write it like 24GiB") from None
+        raise BadInput(f"cannot read {brief(text)} as memory; write it like 24GiB") from None
     if not math.isfinite(size) or size < 1:
-        raise BadInput(f"memory must be a positive, finite size, not {text!r}")
+        raise BadInput(f"memory must be a positive, finite size, not {brief(text)}")
     if size > 1024 * TIB:
-        raise BadInput(f"{text!r} is more than a pebibyte; is the unit right?")
+        raise BadInput(f"{brief(text)} is more than a pebibyte; is the unit right?")
     return int(size)
 
 
 def format_bytes(size: float) -> str:
-    """Three or four digits and a binary unit: `23.6 GiB`."""
+    """Format a size with three or four digits and a binary unit: `23.6 GiB`."""
     if size < 0:
         return "-" + format_bytes(-size)
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

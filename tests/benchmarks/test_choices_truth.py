@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import oomph
-from oomph.planning.choices import Choices
-from oomph.planning.effort import peak_allocated
+from oomph.plans.choices import Choices
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.step_cost import peak_allocated
 
 TRUTH = Path(__file__).parents[2] / "benchmarks/truth/h200-torch-2.11-choices.json"
 CASES: list[dict[str, Any]] = json.loads(TRUTH.read_text())["cases"]

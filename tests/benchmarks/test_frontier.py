@@ -43,8 +43,8 @@ from benchmarks.peers import LLAMA_PEERS, Peer, checkpoint, compile_layers
 from benchmarks.plans import save
 from benchmarks.real_steps import Training, attempt, set_up
 from benchmarks.side_by_side import ROOM, Seat
-from oomph.job import Job
-from oomph.planning.planner import plan as make_plan
+from oomph.jobs.job import Job
+from oomph.search.planner import plan as make_plan
 from oomph.units import GIB
 
 SUITE = dataclasses.replace(

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.frontier import SUITES
-from oomph.gpus import find_gpu
-from oomph.planning.choices import Choices
-from oomph.planning.effort import peak_allocated, step_effort
+from benchmarks.stored_choices import stored_choices
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.step_cost import peak_allocated, step_cost
 from oomph.rehearsal.timeline import Timeline
-from oomph.timing.clock import Clock
 
 TRUTH = Path(__file__).parents[2] / "benchmarks/truth"
 H200 = find_gpu("h200")
@@ -27,7 +27,7 @@ def rehearsed(suite: str, budget: str) -> tuple[dict[str, Any], Timeline]:
         SUITES[suite].job(),
         H200,
         ("build", "step"),
-        choices=Choices(**cell["choices"]),
+        choices=stored_choices(cell["choices"]),
         clock=Clock.of(H200),
         skip_first_step=True,
     )
@@ -41,7 +41,7 @@ def test_compiled_blocks_with_dropout_take_what_was_measured() -> None:
 
 def test_experts_take_the_time_of_their_products() -> None:
     cell, timeline = rehearsed("olmoe-1b-7b", "64")
-    seconds = step_effort(timeline, 1).seconds(Clock.of(H200))
+    seconds = step_cost(timeline, 1).seconds(Clock.of(H200))
     assert seconds == pytest.approx(cell["seconds"], rel=0.25)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.graphs import choices_of, render
-from oomph.job_sources import job_from_name
+from oomph.jobs.sources import job_from_name
 
 
 def test_both_ways_differ_in_nothing_but_the_graph() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.offload import CASES
-from oomph.gpus import find_gpu
-from oomph.gpus.profile import Profile, save_profile
-from oomph.planning.choices import Choices
-from oomph.planning.effort import peak_allocated, step_effort
+from benchmarks.stored_choices import stored_choices
+from oomph.hardware import find_gpu
+from oomph.hardware.profile import Profile, save_profile
+from oomph.hardware.timing.clock import Clock
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import PHASES, rehearse
-from oomph.timing.clock import Clock
+from oomph.rehearsal.step_cost import peak_allocated, step_cost
 from oomph.units import GIB
 
 TRUTH = Path(__file__).parents[2] / "benchmarks/truth"
@@ -37,7 +37,7 @@ def test_a_squeezed_run_lost_no_sample_and_kept_its_losses() -> None:
 
 def test_packed_rows_were_more_than_twice_as_fast_and_the_card_hardly_waited() -> None:
     feeding = truth("feeding")
-    rates = {way["name"]: way["tokens_per_second"] for way in feeding["ways"]}
+    rates = {variant["name"]: variant["tokens_per_second"] for variant in feeding["ways"]}
     assert rates["packed rows"] >= 2 * rates["fixed size, padded"]
     assert feeding["losses_apart"] < 1e-5
     assert feeding["waiting"]["waited_with"] <= 0.02
@@ -83,12 +83,12 @@ def test_the_host_slows_a_step_down_by_as_much_as_is_predicted(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     save_profile(Profile.from_dict(truth("profile")))
     row = truth("offload-3b")["rows"][truth("host-shares")["choices_of"]]
-    choices = Choices.from_dict(row["choices"] | {"host_share": float(share)})
+    choices = stored_choices(row["choices"] | {"host_share": float(share)})
     h200 = find_gpu("h200")
     clock = Clock.of(h200)
     phases = ("build", "first step", "step")
     timeline = rehearse(CASES["3b"].job(), h200, phases, choices=choices, clock=clock)
-    assert step_effort(timeline, 1).seconds(clock) == pytest.approx(SHARES[share], rel=0.03)
+    assert step_cost(timeline, 1).seconds(clock) == pytest.approx(SHARES[share], rel=0.03)
 
 
 @pytest.mark.parametrize(("case", "name"), OFFLOADED)
@@ -100,7 +100,7 @@ def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
     # Of the machine that it was measured on; disks differ from one to the next.
     save_profile(Profile.from_dict(truth("profile") | document.get("disk", {})))
     measured = document["rows"][name]
-    h200, choices = find_gpu("h200"), Choices.from_dict(measured["choices"])
+    h200, choices = find_gpu("h200"), stored_choices(measured["choices"])
     budget = float(name.split()[2])
     assert measured["reserved"] + device_overhead(h200).expected <= budget * GIB
     clock = Clock.of(h200)
@@ -108,6 +108,6 @@ def test_what_left_the_gpu_took_the_memory_and_the_time_that_is_predicted(
     timeline = rehearse(job, h200, PHASES, choices=choices, clock=clock)
     near = MEMORY_MISSED.get((case, name), 0.02)
     assert peak_allocated(timeline) == pytest.approx(measured["allocated"], rel=near)
-    seconds = step_effort(timeline, 1).seconds(clock)
+    seconds = step_cost(timeline, 1).seconds(clock)
     within = SECONDS_MISSED.get(name, 0.1)
     assert seconds == pytest.approx(measured["seconds"], rel=within)

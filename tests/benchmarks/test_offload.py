@@ -17,8 +17,8 @@ from benchmarks import offload
 from benchmarks.offload import CASES, PEERS, Case, Row, oomph_rows, plan_path, render, run_row
 from benchmarks.plans import save
 from benchmarks.real_steps import set_up
-from oomph.job import Job
-from oomph.planning.planner import plan
+from oomph.jobs.job import Job
+from oomph.search.planner import plan
 
 GIB = 1 << 30
 

@@ -13,11 +13,11 @@ import oomph
 from benchmarks.plans import all_pairs, overran, predicted_again
 from benchmarks.real_steps import OK
 from benchmarks.side_by_side import TIMED_OUT
-from oomph.gpus.profile import Profile, save_profile
-from oomph.planning.choices import Choices
-from oomph.planning.effort import peak_allocated
+from benchmarks.stored_choices import stored_choices
+from oomph.hardware.profile import Profile, save_profile
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.step_cost import peak_allocated
 
 TRUTH = Path(__file__).parents[2] / "benchmarks/truth/h200-torch-2.11-plans.json"
 PLANNED: dict[str, dict[str, Any]] = json.loads(TRUTH.read_text())["pairs"]
@@ -103,7 +103,7 @@ def test_only_the_known_ones_left_their_interval() -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_predicted_now_is_what_was_measured(name: str) -> None:
     job = next(pair for pair in all_pairs() if pair.name == name).job()
-    choices = Choices.from_dict(PAIRS[name]["plan"]["choices"])
+    choices = stored_choices(PAIRS[name]["plan"]["choices"])
     timeline = rehearse(
         job, oomph.find_gpu("h200"), ("build", "step"), choices=choices, skip_first_step=True
     )
@@ -119,7 +119,7 @@ def test_all_but_five_plans_took_what_was_predicted_before_they_ran() -> None:
 @pytest.mark.parametrize("name", ["bart-large/8x1024/bf16-mixed/adamw/40%"])
 def test_what_stays_of_small_parameters_is_predicted_as_measured(name: str) -> None:
     pair = next(pair for pair in all_pairs() if pair.name == name)
-    choices = Choices.from_dict(AGAIN[name]["plan"]["choices"])
+    choices = stored_choices(AGAIN[name]["plan"]["choices"])
     assert choices.optimizer_on == "host"
     assert predicted_again(pair, choices) == pytest.approx(AGAIN[name]["seconds"], rel=0.1)
 
@@ -140,7 +140,7 @@ def test_steps_of_a_measured_machine_are_predicted_within_a_quarter(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     save_profile(Profile.from_dict(STEPS["profile"]))
     pair = next(pair for pair in all_pairs() if pair.name == name)
-    seconds = predicted_again(pair, Choices.from_dict(PAIRS[name]["plan"]["choices"]))
+    seconds = predicted_again(pair, stored_choices(PAIRS[name]["plan"]["choices"]))
     assert seconds == pytest.approx(STEPS["pairs"][name]["seconds"], rel=0.25)
 
 
@@ -152,5 +152,5 @@ def test_seconds_that_are_predicted_now_are_within_a_quarter_of_what_was_measure
     profile = json.loads((TRUTH.parent / "h200-torch-2.11-profile.json").read_text())
     save_profile(Profile.from_dict(profile))
     pair = next(pair for pair in all_pairs() if pair.name == name)
-    seconds = predicted_again(pair, Choices.from_dict(PAIRS[name]["plan"]["choices"]))
+    seconds = predicted_again(pair, stored_choices(PAIRS[name]["plan"]["choices"]))
     assert seconds == pytest.approx(PAIRS[name]["seconds"], rel=0.25)

@@ -32,13 +32,13 @@ from benchmarks.plans import (
 from benchmarks.real_steps import set_up
 from benchmarks.side_by_side import SharedCard
 from oomph.errors import DoesNotFit
-from oomph.gpus import find_gpu
-from oomph.gpus.profile import Profile, load_profile
-from oomph.job import Job
-from oomph.planning.choices import Choices
-from oomph.planning.planner import plan as make_plan
-from oomph.running.run import Run
-from oomph.timing.clock import BARE_LAUNCH, Clock
+from oomph.hardware import find_gpu
+from oomph.hardware.profile import Profile, load_profile
+from oomph.hardware.timing.clock import BARE_LAUNCH, Clock
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
+from oomph.runs.run import Run
+from oomph.search.planner import plan as make_plan
 from oomph.units import GIB
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks.precision import Row, rehearsed, train, ways, write
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 
 
 def test_a_short_training_is_judged_rehearsed_and_written(tmp_path: Path) -> None:

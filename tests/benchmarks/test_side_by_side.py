@@ -15,20 +15,20 @@ def run(tasks: list[Task], **options: Any) -> None:
     SharedCard(**{**settings, **options}).run(tasks)
 
 
-def task(work: Any, *, needs: int = 1, heard: list[Any] | None = None) -> Task:
-    told: list[Any] = [] if heard is None else heard
-    return Task(needs=needs, work=work, hear=told.append, end=told.append)
+def task(work: Any, *, needs: int = 1, profiles: list[Any] | None = None) -> Task:
+    answer: list[Any] = [] if profiles is None else profiles
+    return Task(needs=needs, work=work, hear=answer.append, end=answer.append)
 
 
 def test_what_a_process_tells_is_heard_in_order_and_then_its_end() -> None:
-    heard: list[Any] = []
+    profiles: list[Any] = []
 
     def work(seat: Seat) -> None:
         seat.tell(1)
         seat.tell({"two": 2})
 
-    run([task(work, heard=heard)])
-    assert heard == [1, {"two": 2}, {}]
+    run([task(work, profiles=profiles)])
+    assert profiles == [1, {"two": 2}, {}]
 
 
 def test_nobody_else_gets_on_while_one_is_alone(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_nobody_else_gets_on_while_one_is_alone(tmp_path: Path) -> None:
             count.write_text(str(number))
             time.sleep(0.01)
 
-    heard: list[Any] = []
+    profiles: list[Any] = []
 
     def timed(seat: Seat) -> None:
         while not count.exists():
@@ -52,14 +52,14 @@ def test_nobody_else_gets_on_while_one_is_alone(tmp_path: Path) -> None:
         time.sleep(0.3)
         seat.tell(count.read_text() == before)
 
-    run([task(busy), task(timed, heard=heard)])
-    assert heard == [True, False, {}]
+    run([task(busy), task(timed, profiles=profiles)])
+    assert profiles == [True, False, {}]
 
 
 def test_the_last_that_was_started_is_ended_before_the_host_is_out_of_memory() -> None:
-    heard: list[Any] = []
-    run([task(lambda seat: time.sleep(30), heard=heard)], host_reserve=1 << 60)
-    assert heard == [{"status": OUT_OF_HOST_MEMORY}]
+    profiles: list[Any] = []
+    run([task(lambda seat: time.sleep(30), profiles=profiles)], host_reserve=1 << 60)
+    assert profiles == [{"status": OUT_OF_HOST_MEMORY}]
 
 
 def test_two_that_want_to_be_alone_are_so_one_after_the_other() -> None:
@@ -71,13 +71,13 @@ def test_two_that_want_to_be_alone_are_so_one_after_the_other() -> None:
             time.sleep(0.2)
             seat.tell((began, time.monotonic()))
 
-    run([task(work, heard=spans), task(work, heard=spans)])
+    run([task(work, profiles=spans), task(work, profiles=spans)])
     first, second = sorted(span for span in spans if span)
     assert first[1] <= second[0]
 
 
 def test_who_dies_alone_lets_the_others_go_on() -> None:
-    heard: list[Any] = []
+    profiles: list[Any] = []
 
     def dies(seat: Seat) -> None:
         with seat.alone():
@@ -87,10 +87,10 @@ def test_who_dies_alone_lets_the_others_go_on() -> None:
         time.sleep(0.5)
         seat.tell("done")
 
-    run([task(works, heard=heard), task(dies, heard=heard)])
-    assert heard[1:] == ["done", {}]
-    assert heard[0]["status"] == "failed"
-    assert "7" in heard[0]["error"]
+    run([task(works, profiles=profiles), task(dies, profiles=profiles)])
+    assert profiles[1:] == ["done", {}]
+    assert profiles[0]["status"] == "failed"
+    assert "7" in profiles[0]["error"]
 
 
 def test_no_more_run_at_once_than_there_is_room_for() -> None:
@@ -101,30 +101,30 @@ def test_no_more_run_at_once_than_there_is_room_for() -> None:
         time.sleep(0.3)
         seat.tell((began, time.monotonic()))
 
-    run([task(work, needs=6, heard=spans), task(work, needs=6, heard=spans)])
+    run([task(work, needs=6, profiles=spans), task(work, needs=6, profiles=spans)])
     first, second = sorted(span for span in spans if span)
     assert first[1] <= second[0]
 
 
 def test_a_task_may_bring_another() -> None:
-    heard: list[Any] = []
+    profiles: list[Any] = []
     tasks: list[Task] = []
-    again = task(lambda seat: seat.tell("second"), heard=heard)
+    again = task(lambda seat: seat.tell("second"), profiles=profiles)
     tasks.append(
         Task(
             needs=1,
             work=lambda seat: seat.tell("first"),
-            hear=lambda told: tasks.append(again),
-            end=heard.append,
+            hear=lambda answer: tasks.append(again),
+            end=profiles.append,
         )
     )
     run(tasks)
-    assert "second" in heard
+    assert "second" in profiles
 
 
 def test_who_is_too_slow_is_ended_and_the_time_limit_ends_all() -> None:
-    heard: list[Any] = []
-    run([task(lambda seat: time.sleep(60), heard=heard)], patience=0.3)
-    assert heard == [{"status": "timed out"}]
-    run([task(lambda seat: time.sleep(60), heard=heard)], deadline=time.monotonic() + 0.3)
-    assert heard == [{"status": "timed out"}]
+    profiles: list[Any] = []
+    run([task(lambda seat: time.sleep(60), profiles=profiles)], patience=0.3)
+    assert profiles == [{"status": "timed out"}]
+    run([task(lambda seat: time.sleep(60), profiles=profiles)], deadline=time.monotonic() + 0.3)
+    assert profiles == [{"status": "timed out"}]

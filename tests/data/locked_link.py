@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
+from deferred_link import DeferredLink
 from torch import Tensor
 
-from oomph.host.link import Copy
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import DeferredLink
+from oomph.memory.link import Copy
 
 
 class LockedLink(DeferredLink):

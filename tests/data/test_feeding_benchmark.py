@@ -26,7 +26,7 @@ from benchmarks.feeding import (
 from oomph.data.packed_rows import pack_row
 from oomph.data.padding import pad_samples
 from oomph.errors import BadInput
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 
 SIZES = Sizes(
     setting=SMALL,

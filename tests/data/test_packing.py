@@ -24,9 +24,9 @@ from oomph.data.packed_rows import (
 from oomph.data.packing import PackedBatches, best_fit
 from oomph.data.samples import IGNORED
 from oomph.errors import BadInput
-from oomph.estimation import estimate
-from oomph.job import Job
-from oomph.running.run import fit
+from oomph.jobs.job import Job
+from oomph.rehearsal.estimation import estimate
+from oomph.runs.run import fit
 
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=80)
 SETTINGS = settings(max_examples=40, deadline=None)

@@ -23,9 +23,9 @@ from oomph.data.prefetch_memory import prefetched_bytes
 from oomph.data.staging import Slot
 from oomph.data.token_batches import TokenBatches
 from oomph.errors import BadInput
-from oomph.host.link import Copy
-from oomph.running.batches import Batches
-from oomph.running.run import Run, fit
+from oomph.memory.link import Copy
+from oomph.runs.batches import Batches
+from oomph.runs.run import Run, fit
 
 LENGTHS = [3, 9, 4, 7, 5, 2, 8, 6, 1, 9, 3, 4]
 

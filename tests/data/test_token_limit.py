@@ -16,8 +16,8 @@ from oomph.data.prefetch_memory import prefetched_bytes
 from oomph.data.token_batches import TokenBatches
 from oomph.data.token_limit import tokens_that_fit
 from oomph.errors import BadInput, DoesNotFit
-from oomph.estimation import Estimate, estimate
-from oomph.job import Job, make_batch
+from oomph.jobs.job import Job, make_batch
+from oomph.rehearsal.estimation import Estimate, estimate
 
 KIB = 1024
 

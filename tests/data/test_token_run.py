@@ -7,7 +7,7 @@ from oomph.data.loader import Loader
 from oomph.data.padding import pad_samples
 from oomph.data.token_batches import TokenBatches
 from oomph.errors import StalePlan
-from oomph.running.run import fit
+from oomph.runs.run import fit
 
 LENGTHS = [3, 9, 4, 16, 5, 2, 8, 6, 1, 9, 3, 4]
 

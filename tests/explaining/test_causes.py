@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from oomph.explaining.alive import Alive
-from oomph.explaining.causes import CauseKind, Evidence, find_causes, growth
+from oomph.explaining.causes import CauseKind, Evidence, after_warm_up, find_causes, growth
 from oomph.explaining.failure import Failure, Phase
 from oomph.explaining.logbook import Inputs, Note
 from oomph.explaining.meters import Reading
@@ -129,3 +129,20 @@ def test_every_cause_has_a_remedy_and_a_command_to_go_on_with() -> None:
         assert remedies
         assert last.do == "oomph plan"
         assert all(remedy.saves is not None for remedy in remedies)
+
+
+def test_a_first_step_that_makes_optimizer_state_is_no_growth() -> None:
+    def noted(*sizes: float) -> tuple[Note, ...]:
+        return tuple(
+            Note(step=step, allocated=int(size * GIB), peak=int(size * GIB))
+            for step, size in enumerate(sizes, start=1)
+        )
+
+    # From the second step on nothing is added; with the first one, memory grew by 4 GiB.
+    assert [note.step for note in after_warm_up(noted(1, 5, 5))] == [2, 3]
+    assert after_warm_up(noted(1)) == noted(1), "where there is no later step, the first one counts"
+    steady = evidence(notes=noted(1, 5, 5, 5, 5, 5), steps=6)
+    assert CauseKind.LEAK not in kinds(steady)
+    growing = evidence(notes=noted(1, 5, 6, 7, 8, 9), steps=6)
+    (leak,) = [one for one in find_causes(growing) if one.kind is CauseKind.LEAK]
+    assert leak.size == 4 * GIB

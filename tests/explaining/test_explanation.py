@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -216,6 +217,95 @@ def test_a_compressed_trace_cut_short_is_refused(tmp_path) -> None:
     path.write_bytes(gzip.compress(json.dumps(TRACE).encode())[:-20])
     with pytest.raises(BadInput):
         oomph.explain(path)
+
+
+@pytest.mark.parametrize("pack", [lambda text: text, gzip.compress])
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (memory_event("soon", MIB), "no number as its ts: 'soon'"),
+        (memory_event([], MIB), "no number as its ts"),
+        (memory_event(float("nan"), MIB), "no number as its ts"),
+        (memory_event(1, float("inf")), "Total Allocated is inf"),
+        (memory_event(1, 10**400), "lacks its numbers"),
+        (memory_event(1, {"a": 1}, reserved=1), "lacks its numbers"),
+        (memory_event(1, MIB, device="gpu"), "Device Type is 'gpu'"),
+        (memory_event(1, 2**70), "lacks its numbers"),
+        ({**memory_event(1, MIB), "args": [1]}, "lacks its numbers"),
+        (span("aten::mm", "1e999", 2), "no number as its ts"),
+        (span("aten::mm", 1, None), "no number as its dur"),
+    ],
+)
+def test_an_event_whose_numbers_are_none_is_refused(tmp_path, event, words, pack) -> None:
+    path = tmp_path / "t.json"
+    values = {"traceEvents": [memory_event(0, MIB), event]}
+    path.write_bytes(pack(json.dumps(values).encode()))
+    with pytest.raises(BadInput, match=words):
+        oomph.explain(path)
+
+
+def test_names_and_threads_of_events_are_words_and_numbers_or_none(tmp_path) -> None:
+    deep: Any = []
+    for _ in range(200):
+        deep = [deep]
+    events = [{**memory_event(5, MIB), "tid": deep}, {**span(deep, 1, 9), "tid": deep}]
+    events.append(span("aten::mm\x1b[2J" * 99, 1, 9))
+    found = oomph.explain(write({"traceEvents": events}, tmp_path / "t.json"))
+    assert all(name.isprintable() and len(name) <= 300 for name in found.details["running"])
+
+
+def test_an_event_that_is_nested_without_end_is_refused(tmp_path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": [' + "[" * 100_000)
+    with pytest.raises(BadInput, match="nested too deep"):
+        oomph.explain(path)
+
+
+def test_what_is_packed_wrongly_is_refused(tmp_path) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(b"\x1f\x8b\x08\x00" + bytes(6) + b"\xff" * 50)
+    with pytest.raises(BadInput, match="cannot read"):
+        oomph.explain(path)
+
+
+def test_what_unpacks_without_end_is_refused_before_it_did(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(traces, "_WORTH_A_LOOK", 1 << 20)
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (64 << 20)))
+    with pytest.raises(BadInput, match="unpacks to far more"):
+        oomph.explain(path)
+
+
+def test_devices_without_end_are_refused(tmp_path) -> None:
+    events = [memory_event(1, MIB, device=number) for number in range(3000)]
+    with pytest.raises(BadInput, match="more than 1024 devices"):
+        oomph.explain(write({"traceEvents": events}, tmp_path / "t.json"))
+
+
+# --- reports that were edited ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("peak/device", "much", "peak.device cannot be 'much': a whole number"),
+        ("peak/device", -1, "peak.device cannot be -1"),
+        ("peak/device", 10**30, "peak.device cannot be"),
+        ("peak_at", 3, "peak_at cannot be 3: an object belongs there"),
+        ("categories_at_peak/x", 1.5, "categories_at_peak.x cannot be 1.5"),
+        ("job", None, "job cannot be None: text belongs there"),
+        ("budget", float("nan"), "budget cannot be nan"),
+    ],
+)
+def test_an_edited_report_is_refused_with_the_field(job, tmp_path, path, value, words) -> None:
+    values = oomph.estimate(job, gpu="t4", phases=("build",)).as_dict()
+    at = values
+    *parents, last = path.split("/")
+    for parent in parents:
+        at = at[parent]
+    at[last] = value
+    with pytest.raises(BadInput, match=words):
+        oomph.explain(write(values, tmp_path / "e.json"))
 
 
 # --- other files ----------------------------------------------------------------------------------

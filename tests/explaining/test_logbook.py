@@ -7,11 +7,11 @@ import torch
 from simulated_gpu import SimulatedGpu
 from torch import nn
 
-from oomph.estimation import estimate
 from oomph.explaining import logbook
 from oomph.explaining.logbook import ALWAYS, MOST_NOTES, Inputs, Logbook, Notes
-from oomph.host.link import InstantLink
-from oomph.job import Job
+from oomph.jobs.job import Job
+from oomph.memory.link import InstantLink
+from oomph.rehearsal.estimation import estimate
 from oomph.techniques.host_optimizer import HostOptimizer
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 from oomph.units import MIB

@@ -210,3 +210,126 @@ def test_a_snapshot_whose_sizes_are_words_is_refused() -> None:
     value = {"segments": [{"total_size": "big", "blocks": []}], "device_traces": []}
     with pytest.raises(BadInput, match="not a number"):
         parse_snapshot(io.BytesIO(pickle.dumps(value)))
+
+
+# --- files that would take all time, memory or stack ----------------------------------------------
+
+MARK, EMPTY_LIST, EMPTY_DICT, STOP = b"(", b"]", b"}", b"."
+HEAD = b"\x80\x04"
+
+
+def refused(data: bytes, match: str) -> None:
+    """At once, whoever asks and whatever is done with the answer."""
+    with pytest.raises(BadInput, match=match):
+        parse_snapshot(io.BytesIO(data))
+
+
+def test_a_tuple_of_tuples_without_end_is_no_key() -> None:
+    # Hashing it would overflow the stack of the process itself.
+    deep = b")" + b"\x85" * 400_000
+    refused(HEAD + EMPTY_DICT + deep + b"N" + b"s" + STOP, "more than 100 levels deep")
+    refused(HEAD + EMPTY_DICT + b")" + b"\x85" * 9 + b"Ns" + STOP, "no word or number")
+
+
+@pytest.mark.parametrize("nest", [b"]" * 200_000, b"(" * 200_000, b"(" + b"]" * 99_999 + b"e"])
+def test_what_is_nested_without_end_is_refused(nest: bytes) -> None:
+    refused(HEAD + nest + STOP, r"levels deep|cut short|do not fit|no memory snapshot")
+
+
+def nested_lists(levels: int) -> bytes:
+    return HEAD + b"]" * levels + b"a" * (levels - 1) + STOP
+
+
+def test_lists_may_be_nested_as_deep_as_is_said_and_no_deeper() -> None:
+    most = plain_pickle.DEEPEST
+    assert pickle.loads(nested_lists(most))
+    assert read_plain_pickle(io.BytesIO(nested_lists(most)), keep)
+    refused(nested_lists(most + 1), "more than 100 levels deep")
+
+
+def doubled(times: int) -> bytes:
+    """A tuple of two tuples, each of the same two tuples, and so on: two to the power of times."""
+    data = HEAD + b")\x94"
+    for at in range(times):
+        data += b"h" + bytes([at]) + b"h" + bytes([at]) + b"\x86\x94"
+    return data
+
+
+@pytest.mark.parametrize("times", [60, 90])
+@pytest.mark.parametrize(
+    "around",
+    [
+        (b"}", b"Ns."),  # as a key
+        (b"}\x8c\x08segments", b"s."),  # as a value
+        (b"]}(\x8c\x06action", b"\x8c\x04sizeK\x01ua."),  # as what an event did
+        (b"]}(\x8c\x05stateK\x00\x8c\x04size", b"ua."),  # as a block's size
+        (b"](\x8c\x01x", b"e."),
+        (b"", b"."),
+    ],
+)
+def test_a_value_that_doubles_is_refused_before_anybody_walks_it(times, around) -> None:
+    before, after = around
+    body = doubled(times).removeprefix(HEAD)
+    # Its references count from its own beginning: nothing before it is remembered.
+    refused(HEAD + before + body + after, "unfolds into more|no word or number|is no snapshot")
+
+
+def test_a_list_that_doubles_is_refused() -> None:
+    data = HEAD + b"]\x94"
+    for at in range(40):
+        data += b"](h" + bytes([at]) + b"h" + bytes([at]) + b"e\x94"
+    refused(data + STOP, "unfolds into more")
+
+
+def test_a_value_that_is_part_of_another_changes_no_more() -> None:
+    inside_itself = HEAD + b"]\x94h\x00a."
+    assert pickle.loads(inside_itself)[0][0][0] != 1
+    refused(inside_itself, "part of another")
+    refused(HEAD + b"]\x94](h\x00eh\x00K\x01a.", "part of another")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04}(K\x01u.",  # a key without a value
+        b"\x80\x04}(Nu.",
+        b"\x80\x04](e.",
+        b"\x80\x04.",
+        b"\x80\x04s.",
+        b"\x80\x04\x86.",
+        b"\x80\x04h\x00.",
+    ],
+)
+def test_eight_bytes_are_refused_in_words(data: bytes) -> None:
+    refused(data, r"do not fit|cut short|no memory snapshot")
+
+
+@pytest.mark.parametrize("field", ["size", "addr", "line", "filename", "action", "name"])
+@pytest.mark.parametrize("value", [None, [], {}, 1.5, (1,), 2**70, -(2**70), b"x", True])
+def test_a_field_of_another_kind_is_refused_by_name(field: str, value: object) -> None:
+    stack = [{"filename": "a.py", "line": 1, "name": "f"}]
+    event = {"action": "alloc", "addr": 1, "size": 1, "stream": 0, "frames": stack}
+    (stack[0] if field in stack[0] else event)[field] = value
+    data = pickle.dumps({"segments": [], "device_traces": [[event]]})
+    with pytest.raises(BadInput, match=field):
+        parse_snapshot(io.BytesIO(data))
+
+
+def test_words_of_a_file_are_never_taken_for_a_line_of_code() -> None:
+    event = {"action": "alloc", "addr": 1, "size": 1, "frames": "\x1b[2J" * 100}
+    data = pickle.dumps({"segments": [], "device_traces": [[event]]})
+    assert list(parse_snapshot(io.BytesIO(data)).sites_at_peak) == [NO_STACK]
+
+
+def test_names_in_a_snapshot_move_no_cursor() -> None:
+    stack = [{"filename": "/a/b\x1b[2J.py", "line": 1, "name": "f\u202eg" * 300}]
+    event = {"action": "alloc", "addr": 1, "size": 1, "frames": stack}
+    data = pickle.dumps({"segments": [], "device_traces": [[event]]})
+    (site,) = parse_snapshot(io.BytesIO(data)).sites_at_peak
+    assert site.isprintable() and len(site) <= 300
+
+
+def test_long_words_are_counted_together(monkeypatch) -> None:
+    monkeypatch.setattr(plain_pickle, "MOST_TEXT", 10_000)
+    with pytest.raises(BadInput, match="too many long words"):
+        read_plain_pickle(io.BytesIO(pickle.dumps(["x" * 600 + str(i) for i in range(20)])), keep)

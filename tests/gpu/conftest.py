@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oomph.host.cuda_link import CudaLink
+from oomph.memory.cuda_link import CudaLink
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.host.cuda_link import CudaLink
-from oomph.host.link import Copy, Pairs
+from oomph.memory.cuda_link import CudaLink
+from oomph.memory.link import Copy, Pairs
 
 CUDA = torch.device("cuda", 0)
 PLACES = ("computing before", "computing after", "copying before", "copying after", "waiting")

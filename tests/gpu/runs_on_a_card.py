@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten_with_path
 
-from oomph.estimation import Ledgers
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.planning.choices import Choices
-from oomph.planning.plan import MadeFor, Plan, Predicted
-from oomph.running.ladder import Rung
-from oomph.running.run import Run, apply
-from oomph.techniques.technique import Fidelity
+from oomph.hardware import find_gpu
+from oomph.jobs.description import describe_job
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.ledgers import Ledgers
+from oomph.plans.plan import Plan, Predicted
+from oomph.runs.fallback_plans import Fallback
+from oomph.runs.run import Run, apply
 from oomph.units import GIB
 
 WIDTH, DEPTH, SAMPLES = 1024, 4, 4096
@@ -61,11 +62,13 @@ def start(choices: Choices, *smaller: Choices) -> Run:
     optimizer = torch.optim.AdamW(model.parameters())
     plan = _plan_with(choices, model, optimizer)
     run = apply(plan, Job(model, loss_of, optimizer, a_batch(0)))
-    ladder = run._adapting._ladders[0]
+    ladder = run._adapting._fallbacks_by_plan[0]
     ladder.stop()
     for at, other in enumerate(smaller):
-        rung = Rung(plan=dataclasses.replace(plan, choices=other), need=1000 - at, retries=0)
-        ladder.rungs.append(rung)
+        fallback = Fallback(
+            plan=dataclasses.replace(plan, choices=other), need=1000 - at, retries=0
+        )
+        ladder.steps_down.append(fallback)
     return run
 
 
@@ -73,7 +76,7 @@ def _plan_with(choices: Choices, model: nn.Module, optimizer: torch.optim.Optimi
     """A plan that nobody searched for; what it predicts means nothing."""
     gpu = find_gpu(torch.cuda.get_device_name()).name
     return Plan(
-        made_for=MadeFor.of("net", model, a_batch(0), optimizer, gpu),
+        made_for=describe_job("net", model, a_batch(0), optimizer, gpu),
         budget=8 * GIB,
         choices=choices,
         predicted=Predicted(

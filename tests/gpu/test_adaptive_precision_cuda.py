@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.job import Job
-from oomph.planning.planner import plan
+from oomph.jobs.job import Job
 from oomph.precision.controller import AdaptivePrecision
-from oomph.precision.ladder import Level
-from oomph.running.run import Run, apply
+from oomph.runs.run import Run, apply
+from oomph.search.planner import plan
 from oomph.techniques.fp8_products import multiply_in_fp8
+from oomph.techniques.number_formats import Level
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

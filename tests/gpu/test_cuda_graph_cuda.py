@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from oomph.job import build_model, make_batch, make_optimizer
-from oomph.job_sources import job_from_name
-from oomph.planning.choices import Choices
-from oomph.running.applying import apply_choices
-from oomph.running.step import train_step
+from oomph.engine.applying import apply_choices
+from oomph.engine.step import train_step
+from oomph.jobs.job import build_model, make_batch, make_optimizer
+from oomph.jobs.sources import job_from_name
+from oomph.plans.choices import Choices
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

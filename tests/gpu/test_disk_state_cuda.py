@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
+from host_training import Training, plain, same_bits
 from late_link import PLACES, LateLink
 from test_host_optimizer_cuda import RECIPES, STEPS, plainly
 
-from oomph.host.cuda_link import CudaLink
-from oomph.host.disk_slots import DiskSlots
-from oomph.host.slots import SlotStore
+from oomph.memory.cuda_link import CudaLink
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.memory.numbered_store import NumberedStore
 from oomph.techniques import disk_state
-
-sys.path.append(str(Path(__file__).parents[1] / "techniques"))
-from host_training import Training, plain, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -29,11 +26,11 @@ def _every_parameter_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_disk(name: str, link: CudaLink, folder: Path, share: float = 1.0) -> Training:
-    def open_slots(largest: int, buffers: int) -> SlotStore:
-        return DiskSlots(link, folder, largest=largest, buffers=buffers)
+    def open_store(largest: int, buffers: int) -> NumberedStore:
+        return NumberedDiskStore(link, folder, largest=largest, buffers=buffers)
 
     training = Training(recipe=RECIPES[name])
-    training.go_to_host(link, disk=open_slots, disk_share=share, keep_gradients=2000)
+    training.go_to_host(link, disk=open_store, disk_share=share, keep_gradients=2000)
     return training
 
 

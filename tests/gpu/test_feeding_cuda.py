@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from test_packing import make_dataset, make_llama, packed_batches, sums_and_gradients
 from torch import Tensor
 
 from oomph.data.packed_rows import check_packing
 from oomph.data.prefetch import Prefetcher
 from oomph.data.prefetch_memory import prefetched_bytes
-
-sys.path.append(str(Path(__file__).parents[1] / "data"))
-from test_packing import make_dataset, make_llama, packed_batches, sums_and_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import oomph
-from oomph.gpus import find_gpu
-from oomph.running.run import enforce
+from oomph.hardware import find_gpu
+from oomph.runs.run import enforce
 from oomph.units import GIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,11 +16,11 @@ from runs_on_a_card import SAMPLES, a_batch, differences, start, state_of
 
 import oomph
 from oomph.explaining.causes import CauseKind
-from oomph.gpus import find_gpu
-from oomph.planning.choices import Choices
-from oomph.running.elastic import Elastic, Elasticity
-from oomph.running.ladder import Rung
-from oomph.running.run import Run
+from oomph.hardware import find_gpu
+from oomph.plans.choices import Choices
+from oomph.runs.elastic import Elastic, Elasticity
+from oomph.runs.fallback_plans import Fallback
+from oomph.runs.run import Run
 from oomph.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,11 +59,11 @@ def test_an_elastic_run_follows_what_others_leave_of_the_card(
     first, adapting = run.plan, run._adapting
     slower = dataclasses.replace(first.predicted, seconds=2 * first.predicted.seconds)
     parts = Choices(micro_batch=SAMPLES // 8)
-    lean = Rung(
+    lean = Fallback(
         plan=dataclasses.replace(first, choices=parts, predicted=slower), need=2 * GIB, retries=0
     )
-    assert adapting.rung.need > lean.need
-    adapting._ladders[0].rungs.append(lean)
+    assert adapting.fallback.need > lean.need
+    adapting._fallbacks_by_plan[0].steps_down.append(lean)
     card = find_gpu(torch.cuda.get_device_name())
     elasticity = Elasticity(Elastic(patience=2), torch.device("cuda", 0), card)
     adapting._elasticity = elasticity

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from host_training import Training, fail_once, same_batch_again, same_bits
 from late_link import CUDA, PLACES, LateLink
 from test_host_optimizer_cuda import RECIPES, STEPS, nearly_as_a_whole, plainly
 from torch import Tensor, nn
 
-from oomph.host.cuda_link import CudaLink
-from oomph.host.disk_slots import DiskSlots
-from oomph.host.slots import SlotStore
-from oomph.job import Job
-from oomph.planning.choices import Choices, Outside
-from oomph.running.applying import Applied
-from oomph.running.step import train_step
+from oomph.engine.applying import Applied
+from oomph.engine.step import train_step
+from oomph.jobs.job import Job
+from oomph.memory.cuda_link import CudaLink
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.memory.numbered_store import NumberedStore
+from oomph.plans.choices import Choices, Outside
 from oomph.techniques import disk_state
-
-sys.path.append(str(Path(__file__).parents[1] / "techniques"))
-from host_training import Training, fail_once, same_batch_again, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,12 +32,12 @@ def _every_parameter_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_disk(name: str, link: CudaLink, folder: Path, buffers: int = 100, **how: Any) -> Training:
-    def open_slots(largest: int, wanted: int) -> SlotStore:
-        return DiskSlots(link, folder, largest=largest, buffers=min(wanted, buffers))
+    def open_store(largest: int, wanted: int) -> NumberedStore:
+        return NumberedDiskStore(link, folder, largest=largest, buffers=min(wanted, buffers))
 
     training = Training(recipe=RECIPES[name])
     how = {"keep_gradients": 2000, "gradients_to_disk": True, **how}
-    training.go_to_host(link, disk=open_slots, **how)
+    training.go_to_host(link, disk=open_store, **how)
     return training
 
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import threading
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from host_training import Recipe, Training, adamw, nearly, plain, same_bits, two_groups
 from late_link import CUDA, PLACES, LateLink
 from torch import nn
 
-from oomph.host.cuda_link import CudaLink
+from oomph.memory.cuda_link import CudaLink
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
-
-sys.path.append(str(Path(__file__).parents[1] / "techniques"))
-from host_training import Recipe, Training, adamw, nearly, plain, same_bits, two_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

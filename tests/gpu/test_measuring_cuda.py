@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oomph.gpus import find_gpu
-from oomph.gpus.measuring import (
+from oomph.hardware import find_gpu
+from oomph.hardware.measuring import (
     LEAST_FREE,
     attention_rates,
     convolution_rates,
@@ -18,7 +18,7 @@ from oomph.gpus.measuring import (
     memory_bandwidth,
     product_rates,
 )
-from oomph.gpus.profile import Profile, load_profile, save_profile
+from oomph.hardware.profile import Profile, load_profile, save_profile
 from oomph.units import GIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

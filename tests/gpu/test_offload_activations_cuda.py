@@ -14,10 +14,10 @@ from late_link import CUDA, PLACES, LateLink
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.host import parked_on_disk
-from oomph.host.cuda_link import CudaLink
-from oomph.host.disk_slots import DiskSlots
-from oomph.host.slots import SlotStore
+from oomph.memory import evicted_to_disk as parked_on_disk
+from oomph.memory.cuda_link import CudaLink
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.memory.numbered_store import NumberedStore
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
@@ -120,13 +120,13 @@ def offloaded(
 ) -> Any:
     """With a folder, to its disk."""
 
-    def open_slots(largest: int, buffers: int) -> SlotStore:
+    def open_store(largest: int, buffers: int) -> NumberedStore:
         assert folder is not None
-        return DiskSlots(link, folder, largest=largest, buffers=buffers)
+        return NumberedDiskStore(link, folder, largest=largest, buffers=buffers)
 
     for block in model.blocks:
         prepare(block)
-    disk = open_slots if folder is not None else None
+    disk = open_store if folder is not None else None
     engine = ActivationOffload(link, model, smallest=smallest, disk=disk)
     for block in model.blocks:
         engine.wrap(block)

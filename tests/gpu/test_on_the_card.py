@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.accuracy import LEDGERS, compare, measured_peaks
 from benchmarks.cases import Case, all_cases
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from oomph.host.pinned import PinnedMemory
+from oomph.memory.pinned import PinnedMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

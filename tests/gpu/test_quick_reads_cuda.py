@@ -7,7 +7,7 @@ import torch
 from late_link import CUDA
 from torch import Tensor
 
-from oomph.running.quick_reads import quick_reads
+from oomph.engine.quick_reads import quick_reads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

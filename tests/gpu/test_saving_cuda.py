@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from switched_on import on
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.planning.choices import Choices
-from oomph.planning.plan import Plan
-from oomph.planning.planner import plan as make_plan
-from oomph.running.loading import load_checkpoint
-from oomph.running.run import Run, apply
+from oomph.hardware import find_gpu
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
+from oomph.plans.plan import Plan
+from oomph.runs.loading import load_checkpoint
+from oomph.runs.run import Run, apply
+from oomph.search.planner import plan as make_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -87,7 +88,7 @@ WAYS: dict[str, tuple[Callable[[Choices], Choices], str]] = {
         "bf16-mixed",
     ),
     "fp16": (lambda choices: Choices(precision="fp16-mixed"), "fp16-mixed"),
-    "8 bits": (lambda choices: Choices(precision="fp32", low_bit_state=True), "fp32"),
+    "8 bits": (lambda choices: Choices(precision="fp32", techniques=on("low_bit_state")), "fp32"),
 }
 
 

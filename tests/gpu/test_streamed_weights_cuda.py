@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.host.cuda_link import CudaLink
-from oomph.host.disk_slots import DiskSlots
-from oomph.job import Job
-from oomph.running.inference import apply_inference, plan_inference
-from oomph.techniques.cold_weights import OnDisk
+from oomph.jobs.job import Job
+from oomph.memory.cuda_link import CudaLink
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.runs.inference import apply_inference, plan_inference
 from oomph.techniques.compiled_blocks import compile_block
+from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
@@ -244,13 +244,13 @@ def test_forwards_from_the_disk_are_the_same_whatever_is_late(
     x = torch.randn(SAMPLES, WIDTH, device=CUDA)
     link = LateLink(late)
 
-    def open_slots(largest: int, buffers: int) -> DiskSlots:
-        return DiskSlots(link, tmp_path, largest=largest, buffers=buffers)
+    def open_store(largest: int, buffers: int) -> NumberedDiskStore:
+        return NumberedDiskStore(link, tmp_path, largest=largest, buffers=buffers)
 
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with no_grad():
         expected = model(x)
-        on_disk = OnDisk(blocks=BLOCKS, open_slots=open_slots)
+        on_disk = OnDisk(blocks=BLOCKS, open_store=open_store)
         streamed = StreamedWeights(model, BLOCKS, link, on_disk=on_disk)
         for _ in range(4):
             assert torch.equal(model(x), expected)

@@ -13,11 +13,11 @@ from runs_on_a_card import DEPTH, SAMPLES, a_batch, differences, start, state_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomph.engine import host_copies
+from oomph.engine.host_copies import HostCopies
+from oomph.engine.out_of_memory import free_what_is_left
 from oomph.errors import OutOfMemory
-from oomph.planning.choices import Choices
-from oomph.running import host_copies
-from oomph.running.host_copies import HostCopies
-from oomph.running.out_of_memory import free_what_is_left
+from oomph.plans.choices import Choices
 from oomph.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -5,34 +5,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from host_training import Net, Recipe, Training, plain, same_bits
 from late_link import CUDA, PLACES, LateLink
 from test_host_optimizer_cuda import fused, nearly_as_a_whole
 from test_streamed_weights_cuda import exact  # noqa: F401 - every test here uses it
 from torch import Tensor, nn
 
-from oomph.host.cuda_link import CudaLink
-from oomph.host.disk_slots import DiskSlots
-from oomph.job import Job
-from oomph.planning.choices import Choices, Outside
-from oomph.running.applying import Applied
-from oomph.running.step import train_step
-from oomph.techniques import cold_weights, disk_state
-from oomph.techniques.cold_weights import OnDisk
+from oomph.engine.applying import Applied
+from oomph.engine.step import train_step
+from oomph.jobs.job import Job
+from oomph.memory.cuda_link import CudaLink
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.plans.choices import Choices, Outside
+from oomph.techniques import disk_state
+from oomph.techniques import disk_weights as cold_weights
+from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.placing import PlacedWeights
 from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import cuts_of
 from oomph.techniques.streamed_weights import StreamedWeights
-
-sys.path.append(str(Path(__file__).parents[1] / "techniques"))
-from host_training import Net, Recipe, Training, plain, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -166,16 +164,16 @@ def cold(
     training = Training(recipe=RECIPES[name])
     masters = training.masters
 
-    def open_slots(largest: int, buffers: int) -> DiskSlots:
-        return DiskSlots(link, folder, largest=largest, buffers=buffers)
+    def open_store(largest: int, buffers: int) -> NumberedDiskStore:
+        return NumberedDiskStore(link, folder, largest=largest, buffers=buffers)
 
     def cut(parameter: nn.Parameter) -> tuple[range, ...]:
         owned = masters.master_of(parameter) if masters is not None else parameter
         return cuts_of(parameter, owned.element_size(), bucket)
 
-    on_disk = OnDisk(blocks=BLOCKS, open_slots=open_slots, cut=cut)
+    on_disk = OnDisk(blocks=BLOCKS, open_store=open_store, cut=cut)
     streamed = StreamedWeights(training.model, BLOCKS, link, on_disk=on_disk)
-    how = {"keep_gradients": 2000, "bucket": bucket, "disk": open_slots, **placement}
+    how = {"keep_gradients": 2000, "bucket": bucket, "disk": open_store, **placement}
     training.go_to_host(link, weights=streamed, **how)
     return training, streamed
 

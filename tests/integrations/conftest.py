@@ -12,8 +12,10 @@ from torch import nn
 
 import oomph
 from oomph.integrations import framework_plan
-from oomph.planning.choices import Choices
-from oomph.planning.plan import Plan
+from oomph.plans.choices import Choices
+from oomph.plans.plan import Plan
+from oomph.splitting import prove_split
+from oomph.techniques.loss_split import LossSplit
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +42,11 @@ def give(monkeypatch: pytest.MonkeyPatch, some_plan: Plan) -> Give:
     """Let the planner answer with these choices, in the precision of the job."""
 
     def give(**choices: Any) -> None:
-        def plan(job: oomph.Job, **_: Any) -> Plan:
+        def plan(job: oomph.Job, **_: Any) -> tuple[Plan, LossSplit]:
             chosen = Choices(precision=job.precision, **choices)
-            return dataclasses.replace(some_plan, choices=chosen)
+            return dataclasses.replace(some_plan, choices=chosen), prove_split(job, None)
 
-        monkeypatch.setattr(framework_plan, "plan_for_framework", plan)
+        monkeypatch.setattr(framework_plan, "plan_and_split", plan)
 
     return give
 

@@ -143,6 +143,28 @@ def test_a_loss_that_samples_do_not_count_alike_in_is_refused_unless_items_are_c
     assert_same_loops(plain, Loop(planned=True, loss=averaged, items=labels).train(loss=averaged))
 
 
+def masked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Divides by what a mask counts, which may be alike in all samples of a first batch."""
+    mask = (batch["labels"] != -100).float()
+    each = (model(batch["input_ids"]).logits.mean(-1) - batch["input_ids"]).square()
+    return (each * mask).sum() / mask.sum()
+
+
+def summed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A sum over samples."""
+    return model(batch["input_ids"]).logits.square().sum() / 1e4
+
+
+def test_what_a_loss_counts_is_read_from_its_graph(give: Any) -> None:
+    give(micro_batch=3)
+    full = Ragged()
+    batch = {"input_ids": full.tokens[:BATCH], "labels": full.tokens[:BATCH]}  # alike in all
+    with pytest.raises(BadInput, match=r"divides by what it counts.*items=lambda batch"):
+        Loop(planned=True, loss=masked).loader._try_out(batch)
+    plain = Loop(planned=False).train(loss=summed)
+    assert_same_loops(plain, Loop(planned=True, loss=summed).train(loss=summed))
+
+
 def test_taking_back_makes_everything_plain(give: Any) -> None:
     give(**LEAN)
     loop = Loop(planned=True, steps=2)
@@ -170,7 +192,7 @@ def test_without_a_plan_training_goes_on_only_if_that_was_said(
     def refuse(*_: Any, **__: Any) -> None:
         raise DoesNotFit("no plan fits", 1)
 
-    monkeypatch.setattr(framework_plan, "plan_for_framework", refuse)
+    monkeypatch.setattr(framework_plan, "plan_and_split", refuse)
     with pytest.raises(DoesNotFit):
         Loop(planned=True)
     plain = Loop(planned=False).train()
@@ -188,3 +210,29 @@ def test_a_loader_that_cannot_be_looked_into_needs_a_batch(said: Any) -> None:
         prepare(*things, budget="1MiB")
     prepare(*things, budget="1MiB", unplanned=True, say=said)
     assert said[0].startswith("training goes on without a plan: looking at the loader's")
+
+
+class Clipping(Loop):
+    """Clips after each backward, as loops do that do not accumulate."""
+
+    def train_clipped(self, clip: str, most: float) -> Clipping:
+        for batch in self.loader:
+            self.accelerator.backward(self.model(**batch).loss)
+            getattr(self.accelerator, clip)(self.model.parameters(), most)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return self
+
+
+@pytest.mark.parametrize(("clip", "most"), [("clip_grad_norm_", 0.05), ("clip_grad_value_", 1e-4)])
+def test_gradients_are_clipped_when_those_of_all_parts_are_there(
+    give: Any, monkeypatch: pytest.MonkeyPatch, clip: str, most: float
+) -> None:
+    give(**LEAN)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda weights, lr: torch.optim.SGD(weights, 1.0))
+    plain = Clipping(planned=False).train_clipped(clip, most)
+    planned = Clipping(planned=True).train_clipped(clip, most)
+    assert_same_loops(plain, planned)
+    planned.loader.take_back()
+    assert clip not in vars(planned.accelerator)

@@ -90,7 +90,7 @@ def test_plans_leave_to_the_framework_what_is_its_own() -> None:
     plan = plan_for_framework(job, device=CPU, budget="400KiB", allow="lossy")
     choices = plan.choices
     assert choices.weights == "own"
-    assert not choices.low_bit_state
+    assert not choices.techniques
     assert not choices.optimizer_in_backward
     assert not choices.cuda_graph
 
@@ -134,7 +134,7 @@ def test_a_model_that_averages_over_its_batch_may_accumulate() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(3)))
     job = job_for(model, clip_norm=1.0)
     plan = plan_for_framework(job, device=CPU, budget="4MiB", allow="exact", accumulated=2)
-    fitted = Fitted(plan, job, CPU, enforced=False)
+    fitted = Fitted(plan, job, CPU, split=None, enforced=False)
     assert fitted.split(job.batch) == [job.batch]
     fitted.undo()
 
@@ -155,9 +155,9 @@ def test_planning_with_a_scheduler_steps_neither_the_optimizer_nor_the_scheduler
 
 def test_a_model_that_averages_over_its_batch_is_never_split(some_plan: oomph.Plan) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
-    fitted = Fitted(some_plan, job_for(model, samples=4), CPU, enforced=False)
+    fitted = Fitted(some_plan, job_for(model, samples=4), CPU, split=None, enforced=False)
     longer = torch.ones(16, 64), torch.ones(16, 64)
     assert fitted.split(longer) == [longer]
     fitted.undo()
-    whole = Fitted(some_plan, job_for(deep_net(), samples=4), CPU, enforced=False)
+    whole = Fitted(some_plan, job_for(deep_net(), samples=4), CPU, split=None, enforced=False)
     assert [len(part[0]) for part in whole.split(longer)] == [4, 4, 4, 4]

@@ -138,7 +138,7 @@ def test_a_step_may_return_a_dictionary(tmp_path: Path, give: Any) -> None:
 
 
 class Squares(Network):
-    """A loss over samples that nobody can tell so by looking; keeps notes."""
+    """A mean over numbers; keeps notes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,11 +150,43 @@ class Squares(Network):
         return self.blocks[0](self.embedding(batch[0])).square().mean()
 
 
-def test_a_loss_is_tried_on_two_samples_without_a_trace(tmp_path: Path, give: Any) -> None:
-    give(micro_batch=3)
+def test_a_step_that_keeps_notes_has_its_batch_whole(tmp_path: Path, give: Any) -> None:
+    give(blocks={"blocks.0": "recompute"})
     plain, planned = train_both(tmp_path, Squares)
     assert_same_weights(planned.lightning_module, plain.lightning_module)
-    assert planned.lightning_module.notes == [3, 3, 2, 3, 3, 2, 3, 2] * 2
+    assert planned.lightning_module.notes == plain.lightning_module.notes == [8, 8, 5] * 2
+    give(micro_batch=3)
+    with pytest.raises(BadInput, match="the forward writes to notes"):
+        trainer_in(tmp_path, callback()).fit(Squares(), loader())
+
+
+class Masked(Network):
+    """Divides by what a mask counts: alike in all samples of the first batch, not in others."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        tokens, labels = batch
+        mask = (labels >= 0).double()
+        each = (self.head(self.embedding(tokens)).mean(-1) - tokens).square()
+        loss = (each * mask).sum() / mask.sum()
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def test_what_a_step_counts_is_counted_in_the_whole_batch(tmp_path: Path, give: Any) -> None:
+    give(micro_batch=3)
+    data = Ragged()
+    data.labels[:BATCH] = data.labels[:BATCH].abs()  # the first batch has no padding
+    pairs = TensorDataset(data.tokens, data.labels)
+    seen = []
+    for callbacks in ([], [callback()]):
+        module = Masked()
+        trainer_in(tmp_path, *callbacks).fit(module, DataLoader(pairs, BATCH))
+        seen.append(module)
+    assert seen[1].seen == pytest.approx(seen[0].seen, rel=1e-4)
+    assert_same_weights(seen[1], seen[0])
 
 
 class WithoutIndex(Network):
@@ -165,6 +197,25 @@ class WithoutIndex(Network):
 def test_a_step_need_not_take_the_batchs_number(tmp_path: Path, give: Any) -> None:
     give(**LEAN)
     assert_same_training(*train_both(tmp_path, WithoutIndex))
+
+
+class WarmingUp(Masked):
+    """From its third step on, another term is added that counts otherwise."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.trainer.global_step < 2:
+            return loss
+        few = (batch[1] > 7).float()
+        return loss + (self.embedding(batch[0]).square().sum(-1) * few).sum() / few.sum()
+
+
+def test_a_step_that_computes_another_loss_later_on_is_looked_at_again(
+    tmp_path: Path, give: Any
+) -> None:
+    give(micro_batch=3, blocks={"blocks.0": "recompute"})
+    plain, planned = train_both(tmp_path, WarmingUp)
+    assert_same_weights(planned.lightning_module, plain.lightning_module)
 
 
 class Contrast(Network):
@@ -178,7 +229,9 @@ class Contrast(Network):
 def test_a_loss_that_parts_do_not_add_up_to_is_refused(tmp_path: Path, give: Any) -> None:
     give(micro_batch=3)
     module = Contrast()
-    with pytest.raises(BadInput, match="computed alone"):
+    with pytest.raises(
+        BadInput, match="the loss mixes samples: mm multiplies each sample with others"
+    ):
         trainer_in(tmp_path, callback()).fit(module, loader())
     assert_plain(module)
 
@@ -302,3 +355,69 @@ def test_a_datamodule_has_a_largest_batch_on_a_card_that_is_not_here() -> None:
     plain = largest_batch(Network(), loader(), "rtx-4090", budget="4GiB")
     found = largest_batch(Network(), Data(), "rtx-4090", budget="4GiB")
     assert found.value == plain.value > BATCH
+
+
+class Steep(Network):
+    """Weights that move with the size of a gradient."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1.0)
+
+
+class Clamping(Steep):
+    backwards = 0
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.backwards += 100
+
+    def on_after_backward(self) -> None:
+        self.backwards += 1
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def test_hooks_around_backward_see_the_gradients_of_the_whole_batch(
+    tmp_path: Path, give: Any
+) -> None:
+    give(micro_batch=3)
+    plain, planned = train_both(tmp_path, Clamping)
+    assert planned.lightning_module.backwards == plain.lightning_module.backwards
+    assert_same_weights(planned.lightning_module, plain.lightning_module)
+
+
+class Returning(Network):
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Any:
+        tokens, labels = batch
+        logits = self.head(self.embedding(tokens))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        told = {"size": logits.square().mean(), "valid": (labels >= 0).sum(), "words": "told"}
+        return {"loss": loss, "best": logits.argmax(-1), **told}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, *_: Any) -> None:
+        right = (outputs["best"] == batch[0]).sum()
+        assert outputs["words"] == "told"
+        self.seen += [float(right), float(outputs["valid"]), round(float(outputs["size"]), 4)]
+
+
+def test_what_a_step_returns_beside_its_loss_is_of_the_whole_batch(
+    tmp_path: Path, give: Any
+) -> None:
+    give(micro_batch=3)
+    plain, planned = train_both(tmp_path, Returning)
+    assert planned.lightning_module.seen == pytest.approx(plain.lightning_module.seen)
+
+
+class Centred(Network):
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        tokens, labels = batch
+        hidden = self.embedding(tokens)
+        if self.global_step > 1:
+            hidden = hidden - hidden.mean(0)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def test_a_loss_that_compares_samples_later_is_refused_then(tmp_path: Path, give: Any) -> None:
+    give(micro_batch=3)
+    with pytest.raises(BadInput, match="must not be split"):
+        train_both(tmp_path, Centred)

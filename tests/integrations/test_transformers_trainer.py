@@ -30,7 +30,7 @@ from oomph.integrations.transformers import (
     arguments_diff,
     plain_arguments,
 )
-from oomph.planning.choices import Choices
+from oomph.plans.choices import Choices
 
 BATCH = 8
 
@@ -172,6 +172,37 @@ def test_bf16_stays_the_trainers_own(tmp_path: Path, give: Any) -> None:
     assert_same_training(*train_both(tmp_path, bf16=True), tolerance=2e-2)
 
 
+class MaskedTrainer(Trainer):
+    """Divides by what a mask counts: alike in all samples of the first batch, not in others."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        logits = model(**inputs)["logits"]
+        mask = (inputs["labels"] >= 0).to(logits.dtype)
+        each = (logits.mean(-1) - inputs["input_ids"]).square()
+        loss: Tensor = (each * mask).sum() / mask.sum()
+        return loss
+
+
+class PlannedMaskedTrainer(OomphMixin, MaskedTrainer):
+    """The same under a plan."""
+
+
+def test_what_a_loss_counts_is_counted_in_the_whole_batch(tmp_path: Path, give: Any) -> None:
+    give(**{**LEAN, "loss_chunk": None, "head": ""})
+    data = Ragged()
+    data.labels[:BATCH] = data.labels[:BATCH].abs()  # the first batch has no padding
+    found = []
+    for kind, options in (
+        (MaskedTrainer, {}),
+        (PlannedMaskedTrainer, {"budget": "64MiB", "say": lambda _: None}),
+    ):
+        args = arguments(tmp_path, seed=3, data_seed=3)
+        one = kind(tiny_llama(), args, train_dataset=data, **options)
+        one.train()
+        found.append(one)
+    assert_same_training(*found)
+
+
 class Contrast(Classifier):
     """Its loss compares the samples of a batch with each other."""
 
@@ -182,31 +213,40 @@ class Contrast(Classifier):
 
 def test_a_loss_that_parts_do_not_add_up_to_is_refused(tmp_path: Path, give: Any) -> None:
     give(micro_batch=3)
-    with pytest.raises(BadInput, match="computed alone"):
+    with pytest.raises(
+        BadInput, match="the loss mixes samples: mm multiplies each sample with others"
+    ):
         train_both(tmp_path, Contrast)
 
 
 def test_longer_batches_than_were_planned_for_are_split_into_more_parts(
-    tmp_path: Path, give: Any
+    tmp_path: Path, give: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(micro_batch=4)
     sizes: list[tuple[int, ...]] = []
+    run = Classifier.forward
 
-    class Watched(Classifier):
-        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            if torch.is_grad_enabled():
-                sizes.append(tuple(input_ids.shape))
-            return super().forward(input_ids, labels)
+    def note(model: Classifier, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if torch.is_grad_enabled():
+            sizes.append(tuple(input_ids.shape))
+        return run(model, input_ids, labels)
 
     short = Ragged(length=8)
     sample = {"input_ids": short.tokens[:BATCH], "labels": short.labels[:BATCH]}
     trainer = OomphTrainer(
-        Watched(),
+        Classifier(),
         arguments(tmp_path, max_steps=1),
         train_dataset=Ragged(),
         budget="64MiB",
         batch=sample,
     )
+    fit = trainer._fit
+
+    def fit_and_watch() -> None:
+        fit()  # a forward that notes something keeps its batch whole
+        monkeypatch.setattr(Classifier, "forward", note)
+
+    monkeypatch.setattr(trainer, "_fit", fit_and_watch)
     trainer.train()
     assert sizes == [(2, 16)] * 4
 
@@ -439,3 +479,54 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(MissingExtra, match=rf"pip install 'oomph\[{extra}\]'"):
         importlib.import_module(module)
+
+
+class Clamping(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-1e-4, 1e-4)
+        return loss
+
+
+class PlannedClamping(OomphMixin, Clamping):
+    """A step that somebody wrote, and would run once for each part."""
+
+
+def test_a_training_step_of_ones_own_has_its_batch_whole(tmp_path: Path, give: Any) -> None:
+    trained = []
+    for kind, options in ((Clamping, {}), (PlannedClamping, {"say": lambda _: None})):
+        given = arguments(tmp_path, optim="sgd", learning_rate=1.0)
+        if options:
+            give(micro_batch=3)
+            with pytest.raises(BadInput, match="training_step of its own"):
+                kind(tiny_llama(), given, train_dataset=Ragged(), **options).train()
+            give(blocks=dict.fromkeys(BLOCKS, "recompute"))
+        trainer = kind(tiny_llama(), given, train_dataset=Ragged(), **options)
+        trainer.train()
+        trained.append(trainer)
+    assert_same_training(*trained)
+
+
+class Centring(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        if self.state.global_step:
+            logits = logits - logits.mean(0)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class PlannedCentring(OomphMixin, Centring):
+    """A loss that compares samples from the second step on."""
+
+
+def test_a_loss_that_compares_samples_later_is_refused_then(tmp_path: Path, give: Any) -> None:
+    give(micro_batch=3)
+    trainer = PlannedCentring(
+        tiny_llama(), arguments(tmp_path), train_dataset=Ragged(), say=lambda _: None
+    )
+    with pytest.raises(BadInput, match=r"weigh micro-batches|must not be split"):
+        trainer.train()
+    assert_plain(trainer.model)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomph.job import Job
-from oomph.planning.plan import MadeFor, Plan
-from oomph.planning.planner import plan as make_plan
-from oomph.running.run import Run, apply
+from oomph.jobs.description import describe_job
+from oomph.jobs.job import Job
+from oomph.plans.plan import Plan
+from oomph.runs.run import Run, apply
+from oomph.search.planner import plan as make_plan
 
 WIDTH, CLASSES, SAMPLES = 16, 8, 32
 
@@ -73,7 +74,7 @@ def start(model: nn.Module, batch: Any = None, **choices: Any) -> Run:
     base = _some_plan()
     plan = dataclasses.replace(
         base,
-        made_for=MadeFor.of("net", model, batch, optimizer, None),
+        made_for=describe_job("net", model, batch, optimizer, None),
         choices=dataclasses.replace(base.choices, **{"blocks": {}, **choices}),
     )
     job = Job(model, nn.CrossEntropyLoss(), optimizer, batch)

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 from small_runs import WIDTH, Batch, Block, Net, batches, start
+from switched_on import on
 from torch import Tensor, nn
 
 import oomph
 from oomph.errors import BadInput, UnknownName, WrongCheckpoint
-from oomph.gpus import find_gpu
-from oomph.job import Job
+from oomph.hardware import find_gpu
+from oomph.jobs.job import Job
 from oomph.precision.controller import AdaptivePrecision, PrecisionController
-from oomph.precision.ladder import Level
 from oomph.precision.probe import Probe
 from oomph.precision.report import predict_step
-from oomph.running.run import Run
+from oomph.runs.run import Run
+from oomph.techniques.forward_call import Repeated
+from oomph.techniques.number_formats import Level
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 NEVER = 10**9
@@ -244,11 +246,15 @@ def test_with_nothing_lowered_a_loss_that_is_not_finite_is_refused_too() -> None
 # -- together with the rest ------------------------------------------------------------------------
 
 
-# The CPU's FP8 product rounds otherwise where ops are watched, as they are where some are saved.
+# The CPU's FP8 product rounds otherwise where ops are watched, as where some are saved, and now
+# and then to find out what a forward writes to.
 @pytest.mark.parametrize(
     ("how", "place"), [("recompute", 1), ("recompute", 2), ("recompute saving product#0", 1)]
 )
-def test_recomputed_blocks_give_the_weights_of_kept_ones(how: str, place: int) -> None:
+def test_recomputed_blocks_give_the_weights_of_kept_ones(
+    monkeypatch: pytest.MonkeyPatch, how: str, place: int
+) -> None:
+    monkeypatch.setattr(Repeated, "is_looked_at", lambda _: False)
     found = []
     for blocks in ({}, dict.fromkeys(BLOCKS, how)):
         run = start(net(dropout=0.1), blocks=blocks)
@@ -398,7 +404,7 @@ def test_a_model_without_products_is_refused() -> None:
     ("choices", "why"),
     [
         ({"weights": "bf16 with fp32 masters"}, "the weights in bf16"),
-        ({"fp8": True}, "FP8 everywhere"),
+        ({"techniques": on("fp8_products")}, "products in FP8 already"),
         ({"precision": "tf32"}, "not on the ladder"),
         ({"optimizer_on": "host", "fused_optimizer": False}, "optimizer on the host"),
     ],

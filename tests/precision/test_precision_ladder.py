@@ -8,8 +8,8 @@ from small_runs import Net
 from torch import nn
 
 from oomph.errors import BadInput, UnknownName
-from oomph.precision.ladder import Level, ladder_of, make_ladder
 from oomph.precision.layers import find_layers
+from oomph.techniques.number_formats import Level, ladder_of, make_ladder
 
 LADDER = make_ladder(["fp32", "bf16", "fp8"])
 

@@ -14,14 +14,14 @@ from small_runs import Batch, Block, Net, batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.job import Job
+from oomph.engine.step import Stage
+from oomph.jobs.job import Job
 from oomph.precision import probe as probe_module
-from oomph.precision.ladder import Level
 from oomph.precision.layers import find_layers
 from oomph.precision.probe import Divergence, Probe
-from oomph.running.step import Stage
 from oomph.techniques.attention_rows import close_gaps
 from oomph.techniques.layer_precision import LayerPrecision
+from oomph.techniques.number_formats import Level
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
-from oomph.job import Job, build_model, compute_loss, make_batch, make_optimizer
+from oomph.engine.step import Stage, train_step
+from oomph.jobs.job import Job, build_model, compute_loss, make_batch, make_optimizer
 from oomph.rehearsal.phases import rehearse
-from oomph.running.step import Stage, train_step
 
 STEPS = 2
 MARKS = ("before forward", "after forward", "after backward", "after step")

@@ -15,6 +15,7 @@ from oomph.rehearsal.allocator import (
     TraceEvent,
     replay_trace,
 )
+from oomph.rehearsal.allocator.replay import GRAPH_POOL
 from oomph.units import GIB, KIB, MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -370,6 +371,40 @@ class TestCap:
         allocator.free(handle)
         allocator.malloc(100 * MIB)
         assert allocator.stats.ooms == 1
+
+
+class TestPoolsOfGraphs:
+    """What a captured graph used is kept for its replays, although nothing in it is in use."""
+
+    @pytest.mark.parametrize("settings", [AllocatorSettings(), EXPANDABLE])
+    def test_emptying_the_cache_leaves_them(self, settings: AllocatorSettings) -> None:
+        allocator = Allocator(settings)
+        for stream in (0, GRAPH_POOL, GRAPH_POOL + 1):
+            allocator.free(allocator.malloc(40 * MIB, stream))
+            allocator.free(allocator.malloc(512, stream))
+        allocator.empty_cache()
+        assert allocator.stats.reserved == 2 * (40 + 2) * MIB
+        assert {segment.stream for segment in allocator.segments()} == {GRAPH_POOL, GRAPH_POOL + 1}
+
+    def test_a_request_that_does_not_fit_takes_nothing_from_them(self) -> None:
+        allocator = Allocator(cap=100 * MIB)
+        allocator.free(allocator.malloc(60 * MIB, GRAPH_POOL))
+        with pytest.raises(OutOfMemory):
+            allocator.malloc(60 * MIB)
+        assert allocator.stats.reserved == 60 * MIB
+
+    def test_nothing_is_given_back_for_a_request_of_a_capture(self) -> None:
+        allocator = Allocator(cap=100 * MIB)
+        allocator.free(allocator.malloc(60 * MIB))
+        with pytest.raises(OutOfMemory):
+            allocator.malloc(60 * MIB, GRAPH_POOL)
+        assert (allocator.stats.reserved, allocator.stats.retries) == (60 * MIB, 0)
+
+    def test_no_garbage_is_collected_from_them(self) -> None:
+        allocator = Allocator(AllocatorSettings(garbage_collection_threshold=0.5), cap=200 * MIB)
+        allocator.free(allocator.malloc(110 * MIB, GRAPH_POOL))
+        allocator.malloc(60 * MIB)
+        assert allocator.stats.reserved == 170 * MIB
 
 
 class TestGarbageCollection:

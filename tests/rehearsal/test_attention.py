@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 from oomph.rehearsal.cuda.attention import Attention, Kernel, choose_kernel
 from oomph.rehearsal.world import pretend
 

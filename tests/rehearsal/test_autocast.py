@@ -8,10 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
+
+# Importing PyTorch's test helpers forbids everybody to set flags such as those of TF32.
+_were_frozen = torch.backends.flags_frozen()
+from torch.testing._internal.autocast_test_lists import AutocastTestLists  # noqa: E402
+
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = not _were_frozen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -62,6 +69,111 @@ def test_ops_answer_in_cudas_dtype(
 ) -> None:
     with torch.autocast("cuda", dtype=BF16):
         assert op(*(on_gpu(dtype) for dtype in given)).dtype is expected
+
+
+#: PyTorch's own lists, by which it tests CUDA's autocast, and what an op of each answers.
+LISTS = {
+    "torch_fp16": FP16,
+    "methods_fp16": FP16,
+    "linalg_fp16": FP16,
+    "nn_fp16": FP16,
+    "torch_fp32": FP32,
+    "methods_fp32": FP32,
+    "nn_fp32": FP32,
+    "torch_need_autocast_promote": FP32,
+    "torch_expect_builtin_promote": None,
+    "methods_expect_builtin_promote": None,
+}
+#: Ops of cuDNN alone, which nobody calls by these names.
+_CUDNN = ("cudnn_convolution", "cudnn_convolution_transpose")
+#: Called otherwise than it is listed.
+_EINSUM = "einsum"
+
+
+def _listed() -> list[tuple[str, int, str]]:
+    lists = AutocastTestLists(torch.device("cpu"))
+    return [
+        (name, at, case[0])
+        for name in LISTS
+        for at, case in enumerate(getattr(lists, name))
+        if case[0] not in (*_CUDNN, _EINSUM)
+    ]
+
+
+@pytest.mark.parametrize(("name", "at", "op"), _listed(), ids=lambda one: str(one))
+def test_ops_of_pytorchs_own_lists_answer_as_these_expect(
+    gpu: Recorder, name: str, at: int, op: str
+) -> None:
+    torch.manual_seed(0)
+    _, given, *rest = getattr(AutocastTestLists(torch.device("cpu")), name)[at]
+    given, kwargs = given if isinstance(given, tuple) else (given,), {}
+    expected = LISTS[name]
+    for more in rest:  # keyword arguments, or what it answers
+        if isinstance(more, dict):
+            kwargs = more
+        else:
+            expected = more
+    given, kwargs = tree_map(_on_the_gpu, (given, kwargs))
+    homes = (Tensor,) if name.startswith("methods") else (torch, F, torch._C._nn, torch._C._linalg)
+    found = next(one for home in homes if (one := getattr(home, op, None)) is not None)
+    with torch.autocast("cuda", dtype=FP16):
+        out = found(*given, **kwargs)
+    answers = {leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+    assert answers <= {expected} or expected is None
+
+
+def _on_the_gpu(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="cuda").requires_grad_(
+        value.requires_grad
+    )
+
+
+@pytest.mark.parametrize("kept", [FP32, FP16])
+def test_copies_of_leaves_in_fp32_alone_are_kept(gpu: Recorder, kept: torch.dtype) -> None:
+    weight = on_gpu(kept, 64, 64).requires_grad_()
+    x = on_gpu(FP32, 8, 64)
+    first = len(gpu.timeline.blocks)
+    with torch.autocast("cuda", dtype=BF16):
+        F.linear(x, weight)
+        F.linear(x, weight)
+    copies = sum(b.size == 64 * 64 * 2 for b in gpu.timeline.blocks[first:])
+    assert copies == (1 if kept is FP32 else 2)
+
+
+def test_views_and_results_are_cast_anew_each_time(gpu: Recorder) -> None:
+    leaf = on_gpu(FP32, 64, 64).requires_grad_()
+    x = on_gpu(FP32, 8, 64)
+    for given in (leaf.view(64, 64), leaf * 2, leaf.detach()):
+        first = len(gpu.timeline.blocks)
+        with torch.autocast("cuda", dtype=BF16):
+            F.linear(x, given)
+            F.linear(x, given)
+        assert sum(b.size == 64 * 64 * 2 for b in gpu.timeline.blocks[first:]) == 2
+
+
+def test_the_widest_input_decides_where_one_is_in_fp32(gpu: Recorder) -> None:
+    half, full = on_gpu(BF16), on_gpu()
+    with torch.autocast("cuda", dtype=BF16):
+        assert torch.addcmul(half, half, half).dtype is BF16, "nothing is wider"
+        assert torch.addcmul(half, full, half).dtype is FP32
+        first = len(gpu.timeline.blocks)
+        torch.addcmul(full, full, full)
+        assert len(gpu.timeline.blocks) == first + 1, "nothing is cast"
+
+
+def test_sums_in_half_precision_are_in_fp32_unless_a_dtype_is_given(gpu: Recorder) -> None:
+    half = on_gpu(BF16)
+    with torch.autocast("cuda", dtype=BF16):
+        assert half.sum().dtype is FP32
+        assert half.sum(dtype=BF16).dtype is BF16
+        assert half.sum(0, dtype=FP16).dtype is FP16
+        assert F.softmax(half, -1, dtype=BF16).dtype is BF16
+        assert torch.arange(4, device="cuda").sum().dtype is torch.int64
+        first = len(gpu.timeline.blocks)
+        half.sum()
+        assert len(gpu.timeline.blocks) == first + 1, "the kernel reads halves: there is no copy"
 
 
 def test_nothing_is_cast_outside_the_region_or_on_the_host(gpu: Recorder) -> None:

@@ -22,15 +22,15 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from oomph.errors import CannotRehearse
-from oomph.gpus import find_gpu
-from oomph.planning.choices import KEEP, RECOMPUTE
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.layouts import has_channels_last
+from oomph.plans.choices import KEEP, RECOMPUTE
 from oomph.rehearsal import compiled
 from oomph.rehearsal.compiled import forget_compiled, stand_in_for_compiled
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
 from oomph.techniques.channels_last import channels_last
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
-from oomph.timing.layouts import has_channels_last
 
 H200 = find_gpu("h200")
 BATCH, LENGTH, WIDTH = 2, 16, 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from oomph.gpus import find_gpu
-from oomph.job import Job
+from oomph.hardware import find_gpu
+from oomph.jobs.job import Job
 from oomph.rehearsal.phases import rehearse
 
 
@@ -47,3 +48,48 @@ def job_of(model: nn.Module) -> Job:
 def test_weights_and_buffers_on_a_card_are_rehearsed() -> None:
     here = rehearse(job_of(Scaled()), find_gpu("h200"), ("build", "step"))
     assert {block.size for block in here.blocks} >= {16 * 16 * 4, 16 * 4}
+
+
+class Noisy(Scaled):
+    """Holds a generator, and one in a list."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator, self.others = generator, [generator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn(x.shape, generator=self.generator))
+
+
+@pytest.mark.parametrize("gpu", [None, "h200"])
+def test_a_generator_of_the_models_own_is_copied_and_stays_where_it_is(gpu: str | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    job = job_of(Noisy(generator))
+    assert rehearse(job, find_gpu(gpu) if gpu else None, ("build", "step")).blocks
+    assert torch.equal(generator.get_state(), before)
+
+
+@functools.cache
+def table(width: int) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, width)
+
+
+class Tabled(Scaled):
+    """Reads what a function remembers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * table(x.shape[1]))
+
+
+def test_no_function_remembers_a_fake_tensor() -> None:
+    table.cache_clear()
+    rehearse(job_of(Tabled()), None, ("build", "step"))
+    assert not isinstance(table(16), FakeTensor)
+
+
+def test_what_a_function_remembered_before_is_left_alone() -> None:
+    table.cache_clear()
+    remembered = table(16)
+    rehearse(job_of(Scaled()), None, ("build", "step"))
+    assert table(16) is remembered

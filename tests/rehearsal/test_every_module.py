@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from oomph.errors import CannotRehearse
-from oomph.job import Job
+from oomph.jobs.job import Job
 from oomph.rehearsal.phases import rehearse
 
 ALL = {
@@ -185,9 +185,6 @@ HAS_TARGET = {name for name in ALL if name.endswith("Loss")} - {
 #: Shapes inside these hang on values: they are given a real batch, whose values are known.
 READS_VALUES = {"AdaptiveLogSoftmaxWithLoss"}
 
-#: Refused on the CPU unless oneDNN is off, whose workspace has a size that only it knows.
-REFUSED_WITH_ONEDNN = {"LSTM"}
-
 #: Refused as a function that builds the model; rehearsed as a model that saw its first batch.
 LAZY = {name for name in ALL if name.startswith("Lazy")}
 
@@ -224,6 +221,7 @@ TAKES_MORE = {
     "backward fills a second table of path probabilities": ["CTCLoss"],
     "masks become indices inside the kernel": ["AdaptiveLogSoftmaxWithLoss"],
     "indices are sorted into bags": ["EmbeddingBag"],
+    "oneDNN reorders the weights of a recurrent layer": ["LSTM"],
     "a product of three tensors is permuted": ["Bilinear"],
     "Python's numbers become tensors of eight bytes": [
         "BCELoss",
@@ -280,10 +278,6 @@ def job_of(name: str) -> Job:
     return Job(model, lambda model, batch: model(*batch), "sgd", batch)
 
 
-def onednn(name: str) -> Any:
-    return torch.backends.mkldnn.flags(enabled=name not in REFUSED_WITH_ONEDNN)
-
-
 def test_every_class_of_torch_nn_is_accounted_for() -> None:
     unknown = ALL.keys() - RECIPES.keys() - NOT_LAYERS.keys()
     assert not unknown, f"say how to run {sorted(unknown)}, or why they are no layers"
@@ -293,8 +287,7 @@ def test_every_class_of_torch_nn_is_accounted_for() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_rehearsal_is_right_to_the_byte(name: str) -> None:
-    with onednn(name):
-        predicted, measured = predict(job_of(name)), measure(job_of(name))
+    predicted, measured = predict(job_of(name)), measure(job_of(name))
     assert predicted.alive == measured.tensors.alive
     assert predicted.peaks == measured.tensors.peaks
     if not any(name in names for names in TAKES_MORE.values()):
@@ -315,13 +308,6 @@ def test_a_lazy_model_that_saw_no_batch_is_refused_by_name() -> None:
     job = Job(nn.LazyLinear(3), lambda model, batch: model(*batch).sum(), "sgd", ROWS)
     with pytest.raises(CannotRehearse, match="LazyLinear"):
         rehearse(job, None)
-
-
-def test_an_lstm_is_refused_by_name_where_onednn_runs_it() -> None:
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this build has no oneDNN")
-    with pytest.raises(CannotRehearse, match=r"mkldnn_rnn_layer.*LSTM"):
-        predict(job_of("LSTM"))
 
 
 def test_shapes_that_hang_on_unknown_values_are_refused_by_op() -> None:

@@ -12,8 +12,8 @@ from cpu_truth import measure, predict
 from torch import Tensor, nn
 
 from oomph.errors import CannotRehearse
-from oomph.gpus import find_gpu
-from oomph.job import Job
+from oomph.hardware import find_gpu
+from oomph.jobs.job import Job
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.timeline import Category, Timeline
 

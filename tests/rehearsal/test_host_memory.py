@@ -61,3 +61,9 @@ def test_what_is_done_is_not_changed_by_copies_that_are_begun_later() -> None:
     lane.carry(900, earliest=3.0)
     assert cores.end_of(first, now=3.0) == done
     assert cores.end_of(second, now=3.0) > 200 / ALONE
+
+
+def test_work_that_a_clock_is_too_coarse_for_ends() -> None:
+    cores = Cores(memory=1e12, lanes=[])
+    work = cores.give(100, earliest=1e9)
+    assert cores.end_of(work, now=0.0) == 1e9

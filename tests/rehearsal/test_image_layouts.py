@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.layouts import has_channels_last
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.timeline import Block
 from oomph.rehearsal.world import pretend
-from oomph.timing.layouts import has_channels_last
 
 H200 = find_gpu("h200")
 LAST = torch.channels_last

@@ -9,11 +9,11 @@ import torch
 from cpu_truth import measure, predict
 from torch import Tensor, nn
 
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.planning.effort import step_effort
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import Job
 from oomph.rehearsal.phases import rehearse
-from oomph.timing.clock import Clock
+from oomph.rehearsal.step_cost import step_cost
 
 INDICES = torch.tensor([0, 2, 2, 5])
 
@@ -71,7 +71,7 @@ def test_what_is_written_in_place_takes_its_time() -> None:
             lambda: torch.rand(8, 8),
         )
         timeline = rehearse(job, h200, ("build", "step"), clock=Clock.of(h200))
-        return step_effort(timeline, 1).launches
+        return step_cost(timeline, 1).launches
 
     # Used once more, a tensor takes an op in forward, and a sum of two gradients in backward.
     once = launches(lambda h, w: h.tanh() * w)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.errors import BadInput, CannotRehearse, UnknownName
-from oomph.estimation import estimate
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.job_sources import job_from_name
+from oomph.hardware import find_gpu
+from oomph.jobs.job import Job
+from oomph.jobs.sources import job_from_name
 from oomph.rehearsal import phases
+from oomph.rehearsal.estimation import estimate
 from oomph.rehearsal.phases import PHASES, rehearse
 from oomph.rehearsal.timeline import Category, Timeline
 
@@ -432,3 +432,38 @@ def test_a_smaller_last_micro_batch_is_rehearsed_too() -> None:
     parts = [torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(1)]
     assert [len(part) for part in phases._first_of_each_size(parts)] == [2, 2, 2, 1]
     assert [len(part) for part in phases._first_of_each_size(parts[:4])] == [2, 2, 2]
+
+
+class _Detector(nn.Module):
+    """Gives losses in training, and else what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.net(x)
+        return {"loss": out.square().mean()} if self.training else list(out.unique())
+
+
+def test_a_model_whose_evaluation_only_data_can_tell_is_trained() -> None:
+    batch = torch.rand(6, 4)
+    job = Job(_Detector(), lambda model, x: sum(model(x).values()), "sgd", batch)
+    timeline = rehearse(job, None)
+    assert any("evaluation cannot be rehearsed" in note for note in timeline.notes)
+    with pytest.raises(CannotRehearse, match="only real data can tell"):
+        rehearse(job, None, ("eval",))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_the_user_compiled_is_rehearsed_and_compiles_afterwards(is_first: bool) -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    model, batch = nn.Linear(4, 4), torch.rand(6, 4)
+    if not is_first:
+        twice(model(batch))
+    job = Job(model, lambda model, x: twice(model(x)).square().mean(), "sgd", batch)
+    rehearse(job, None)
+    assert torch.equal(twice(batch), batch * 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 from oomph.rehearsal.recorder import Recorder, Side
 from oomph.rehearsal.timeline import Category
 from oomph.rehearsal.world import pretend

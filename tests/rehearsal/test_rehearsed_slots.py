@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.planning.choices import Choices
-from oomph.planning.effort import peak_allocated, step_effort
-from oomph.rehearsal import slots
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
+from oomph.rehearsal import stores as slots
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.step_cost import peak_allocated, step_cost
 from oomph.rehearsal.timeline import Timeline
-from oomph.timing.clock import Clock
 
 H200 = find_gpu("h200")
 WIDTH, LAYERS = 1024, 12
@@ -42,7 +42,7 @@ def rehearsed(clip_norm: float | None = None, rows: int = 8, **changes: object) 
 
 
 def seconds(timeline: Timeline) -> float:
-    return step_effort(timeline, 1).kernels
+    return step_cost(timeline, 1).kernels
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])

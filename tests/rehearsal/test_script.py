@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import oomph
 from oomph import BadInput, CannotRehearse, Category, Timeline, find_gpu
@@ -386,3 +387,155 @@ def test_a_script_that_starts_processes_is_refused(tmp_path: Path) -> None:
     script = write(tmp_path, "import torch.multiprocessing as mp", "mp.spawn(print, nprocs=2)")
     with pytest.raises(CannotRehearse, match=r"train\.py:2: .*processes"):
         rehearse_script(script, gpu=GPU)
+
+
+STAYS_ON_THE_HOST = (
+    "import torch",
+    "model = torch.nn.Linear(512, 512)",
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+    "for _ in range(3):",
+    "    model(torch.randn(4, 512)).sum().backward()",
+    "    optimizer.step()",
+)
+
+
+def test_a_model_that_stayed_on_the_host_is_said_first(tmp_path: Path) -> None:
+    taken = "taken = torch.ones(1000).cuda()"
+    on_host = write(tmp_path, *STAYS_ON_THE_HOST[:2], taken, *STAYS_ON_THE_HOST[2:])
+    found = estimate_script(on_host, gpu=GPU)
+    assert found.verdict == "inconclusive"
+    assert "No parameter that the script used was on the GPU" in found.as_dict()["warnings"][0]
+    assert str(found).splitlines()[1] == found.warnings[0]
+
+
+@pytest.mark.parametrize("lines", [STAYS_ON_THE_HOST, ("print('nothing')",)])
+def test_a_script_that_takes_nothing_of_the_gpu_says_so(tmp_path: Path, lines: Any) -> None:
+    found = estimate_script(write(tmp_path, *lines), gpu=GPU)
+    assert found.verdict == "inconclusive"
+    assert "took no memory on the GPU" in found.warnings[0]
+
+
+def test_parameters_left_on_the_host_are_counted_in_a_note(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import torch",
+        "table, model = torch.nn.Embedding(1024, 256), torch.nn.Linear(256, 256).to(device='cuda')",
+        "optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()], lr=0.1)",
+        "for _ in range(3):",
+        "    model(table(torch.ones(4, dtype=torch.long)).cuda()).sum().backward()",
+        "    optimizer.step()",
+    )
+    found = estimate_script(script, gpu=GPU)
+    assert found.fits
+    assert "1.00 MiB of the parameters that were used stayed on the host" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "is_there"),
+    [
+        ("torch.load(file, map_location='cuda')", True),
+        ("torch.load(file, 'cuda:0')", True),
+        ("torch.load(file, map_location=torch.device('cuda', 0))", True),
+        ("torch.load(file, map_location={'cpu': 'cuda:0'})", True),
+        ("torch.load(file, map_location={'cuda:0': 'cuda:0'})", False),
+        ("torch.load(file, map_location=lambda storage, location: storage.cuda(0))", True),
+        ("torch.load(file, map_location=lambda storage, location: storage)", False),
+        ("torch.load(file, map_location=lambda storage, location: None)", False),
+        ("torch.load(file)", False),
+        ("load_file(safe, device='cuda')", True),
+        ("load_file(safe, device=0)", True),
+        ("load_file(safe)", False),
+    ],
+)
+def test_a_checkpoint_is_counted_where_it_is_loaded(
+    tmp_path: Path, line: str, is_there: bool
+) -> None:
+    weights = {"weight": torch.zeros(256, 256), "bias": torch.zeros(256)}
+    torch.save(weights, tmp_path / "weights.pt")
+    save_file(weights, tmp_path / "weights.safetensors")
+    script = write(
+        tmp_path,
+        "import torch",
+        "from safetensors.torch import load_file",
+        f"file, safe = {str(tmp_path / 'weights.pt')!r}, {str(tmp_path / 'weights.safetensors')!r}",
+        f"loaded = {line}",
+        "assert {t.is_cuda for t in loaded.values()} == {" + str(is_there) + "}",
+    )
+    made = [block for block in rehearse_script(script, gpu=GPU).blocks if block.size > 1]
+    assert sum(block.size for block in made) == is_there * (256 * 256 + 256) * 4
+
+
+def test_a_data_parallel_model_runs_on_the_one_gpu(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import torch",
+        "model = torch.nn.DataParallel(torch.nn.Linear(256, 256)).to(device='cuda')",
+        "optimizer = torch.optim.Adam(model.parameters())",
+        "for _ in range(3):",
+        "    model(torch.randn(4, 256)).sum().backward()",
+        "    optimizer.step()",
+    )
+    timeline = rehearse_script(script, gpu=GPU)
+    assert bytes_of(timeline, Category.PARAMETER) == (256 * 256 + 256) * 4
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_said"),
+    [("kept.append(y.detach())", True), ("kept.append(y.mean().item())", False)],
+)
+def test_memory_that_grows_from_step_to_step_is_said(
+    tmp_path: Path, kept: str, is_said: bool
+) -> None:
+    script = write(
+        tmp_path,
+        "import torch",
+        "model, kept = torch.nn.Linear(256, 2048).cuda(), []",
+        "optimizer = torch.optim.Adam(model.parameters())",
+        "for _ in range(3):",
+        "    y = model(torch.randn(1024, 256, device='cuda'))",
+        f"    {kept}",
+        "    y.sum().backward()",
+        "    optimizer.step()",
+        "    optimizer.zero_grad()",
+    )
+    notes = rehearse_script(script, gpu=GPU).notes
+    assert any(note.startswith("8.00 MiB more were alive") for note in notes) is is_said
+
+
+def test_an_optimizer_with_a_history_has_all_of_it(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import torch",
+        "model = torch.nn.Linear(256, 256, bias=False).to(device='cuda')",
+        "optimizer = torch.optim.LBFGS(model.parameters(), history_size=7)",
+        "x = torch.randn(4, 256, device='cuda')",
+        "def closure():",
+        "    optimizer.zero_grad()",
+        "    loss = model(x).square().mean()",
+        "    loss.backward()",
+        "    return loss",
+        "while True:",
+        "    optimizer.step(closure)",
+    )
+    timeline = rehearse_script(script, gpu=GPU, steps=3)
+    held = bytes_of(timeline, Category.OPTIMIZER) / (256 * 256 * 4)
+    # Directions and steps of the history, the last direction and the gradient before it.
+    assert 2 * 7 + 2 <= held < 2 * 7 + 2.01
+
+
+def test_what_a_thread_could_not_do_is_said_first(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import threading, torch",
+        "model = torch.nn.Linear(256, 256).to(device='cuda')",
+        "optimizer, kept = torch.optim.SGD(model.parameters()), []",
+        "thread = threading.Thread(target=lambda: kept.append(torch.ones(1 << 20).cuda()))",
+        "thread.start()",
+        "thread.join()",
+        "for _ in range(3):",
+        "    model(torch.randn(4, 256).cuda()).sum().backward()",
+        "    optimizer.step()",
+    )
+    found = estimate_script(script, gpu=GPU)
+    assert found.verdict == "inconclusive"
+    assert found.warnings[0].startswith("What a thread of the script that ended with an error")

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.planning.choices import Choices
-from oomph.planning.effort import step_effort
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
 from oomph.rehearsal.link import LinkRates
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.step_cost import step_cost
 from oomph.rehearsal.timeline import Timeline
-from oomph.timing.clock import Clock
 
 H200 = find_gpu("h200")
 WIDTH = 2048
 
 
 def seconds(optimizer: str, **how: Any) -> float:
-    return step_effort(rehearsed(optimizer, **how), 1).kernels
+    return step_cost(rehearsed(optimizer, **how), 1).kernels
 
 
 def rehearsed(optimizer: str, *, in_backward: bool, rows: int = 8, waits: bool = True) -> Timeline:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from oomph.errors import CannotRehearse
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
 
@@ -109,7 +110,59 @@ def test_an_unknown_selection_takes_everything(recorder: Recorder, device: str) 
     x = torch.randn(8, 8, device=device)
     assert (x > 0).nonzero().shape == (64, 2)
     assert torch.masked_select(x, x > 0).shape == (64,)
+    assert x[x > 0].shape == (64,)
+    assert x[:, x[0] > 0].shape == (8, 8)
+    assert x[x[0] > 0, torch.arange(8, device=device)].shape == (8,)
     assert any("select everything" in note for note in recorder.values.notes())
+
+
+def test_what_an_unknown_mask_chooses_is_written_and_has_gradients(
+    recorder: Recorder, device: str
+) -> None:
+    """As the overlap of boxes is computed where there is any."""
+    x = torch.randn(8, device=device, requires_grad=True)
+    overlap, mask = torch.zeros_like(x), x > 0
+    overlap[mask] = x[mask] * 2
+    overlap.sum().backward()
+    assert x.grad is not None and x.grad.shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("draw", "largest"),
+    [
+        (lambda on: torch.empty(1, device=on).uniform_(0.0, 1.0), 0),
+        (lambda on: torch.empty(1, device=on).uniform_(0.0, 3.0), 2),
+        (lambda on: torch.rand(2, device=on)[1], 0),
+        (lambda on: torch.rand((), device=on, generator=torch.Generator(on)), 0),
+        (lambda on: torch.randint(1, (1,), device=on), 0),
+        (lambda on: torch.randint(2, 5, (3,), device=on)[0], 4),
+        (lambda on: torch.empty(1, dtype=torch.long, device=on).random_(2, 9), 8),
+        (lambda on: torch.randperm(6, device=on)[:2][1], 5),
+    ],
+)
+def test_a_number_that_is_drawn_is_one_that_can_be(
+    recorder: Recorder, device: str, draw: Any, largest: int
+) -> None:
+    """As detectors choose the size of an image among those in a list, which may have just one."""
+    drawn = draw(device)
+    assert int(drawn.item()) == largest
+    assert any("drawn at random" in note for note in recorder.values.notes())
+    drawn.mul_(0)
+    assert drawn.item() == 1, "it is no number that was drawn any more"
+
+
+def test_boxes_that_overlap_less_than_others_are_at_most_all_of_them(
+    recorder: Recorder, device: str
+) -> None:
+    library = None
+    if not hasattr(torch.ops.torchvision, "nms"):  # torchvision, which brings it, is not there
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    boxes, scores = torch.rand(5, 4, device=device), torch.rand(5, device=device)
+    kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
+    assert kept.dtype is torch.int64 and boxes[kept].shape == (5, 4)
+    assert any("nms" in note for note in recorder.values.notes())
+    del library
 
 
 def test_a_known_mask_selects_so_much_of_what_is_not_known(recorder: Recorder, device: str) -> None:
@@ -140,8 +193,8 @@ def test_an_unknown_branch_is_refused_with_its_line(recorder: Recorder, device: 
 
 def test_an_unknown_shape_is_refused_with_its_op_and_line(recorder: Recorder, device: str) -> None:
     x = torch.randn(8, 8, device=device)
-    with pytest.raises(CannotRehearse, match=r"index at test_values\.py:\d+"):
-        x[x > 0]
+    with pytest.raises(CannotRehearse, match=r"unique2 at test_values\.py:\d+"):
+        x.unique()
 
 
 def test_a_loop_that_waits_for_a_value_is_refused(
@@ -177,7 +230,7 @@ def test_large_tensors_and_weights_are_not_followed(recorder: Recorder, device: 
 
 
 def test_what_an_optimizer_reads_is_said_to_be_read_by_torch() -> None:
-    from oomph.job import Job
+    from oomph.jobs.job import Job
     from oomph.rehearsal.phases import rehearse
 
     job = Job(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from host_training import Recipe, Training
-
-from oomph.host.disk_slots import DiskSlots
-from oomph.host.link import Link
-from oomph.host.slots import SlotStore
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
 from shared_link import SharedLink
+
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.memory.link import Link
+from oomph.memory.numbered_store import NumberedStore
 
 
 class Disk:
@@ -21,11 +18,13 @@ class Disk:
 
     def __init__(self, link: Link, folder: Path, most: int = 100) -> None:
         self.link, self.folder, self.most = link, folder, most
-        self.opened: list[DiskSlots] = []
+        self.opened: list[NumberedDiskStore] = []
 
-    def __call__(self, largest: int, buffers: int) -> SlotStore:
+    def __call__(self, largest: int, buffers: int) -> NumberedStore:
         buffers = min(buffers, self.most)
-        self.opened.append(DiskSlots(self.link, self.folder, largest=largest, buffers=buffers))
+        self.opened.append(
+            NumberedDiskStore(self.link, self.folder, largest=largest, buffers=buffers)
+        )
         return self.opened[-1]
 
 

@@ -17,11 +17,11 @@ from oomph.techniques.host_reads import HostReads
 class CpuCapture(TorchDispatchMode):
     """Captures by running: what `lasting` tensors held before is put back, as nothing had run."""
 
-    def __init__(self, lasting: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, fixed_part: Callable[[], Sequence[Tensor]]) -> None:
         super().__init__()
         self.captures = 0
         self.replays = 0
-        self._lasting = lasting
+        self._lasting = fixed_part
         self._ops: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.host.link import Link
-from oomph.host.slots import OpenSlots
+from oomph.memory.link import Link
+from oomph.memory.numbered_store import OpenStore
 from oomph.techniques import streamed_step
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.host_tensors import gpu_like
@@ -130,7 +130,7 @@ class Training:
         *,
         weights: StreamedWeights | None = None,
         blocks: Sequence[nn.Module] | None = None,
-        disk: OpenSlots | None = None,
+        disk: OpenStore | None = None,
         **placement: Any,
     ) -> HostOptimizer:
         self.host = HostOptimizer(

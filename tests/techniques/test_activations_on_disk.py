@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from deferred_link import CountingLink
 from disk_training import Disk
 from scarce_disk import ScarceDisk
+from shared_link import SharedLink
 from test_offload_activations import (
     EAGER,
     H200,
@@ -35,23 +36,19 @@ from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph.errors import DiskDamaged, DiskFull
-from oomph.gpus import GPU
-from oomph.host import parked_on_disk
-from oomph.host.disk_slots import DiskSlots
-from oomph.host.link import Copy, InstantLink, Link
-from oomph.host.slots import SlotStore
-from oomph.rehearsal import slots as rehearsed_slots
+from oomph.hardware import GPU
+from oomph.hardware.timing.clock import Clock
+from oomph.memory import evicted_to_disk as parked_on_disk
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.memory.link import Copy, InstantLink, Link
+from oomph.memory.numbered_store import NumberedStore
+from oomph.rehearsal import stores as rehearsed_slots
 from oomph.rehearsal.link import RehearsedLink
 from oomph.rehearsal.phases import END_OF_STEP, rehearse
 from oomph.rehearsal.recorder import Recorder
-from oomph.rehearsal.slots import RehearsedSlots
+from oomph.rehearsal.stores import RehearsedStore
 from oomph.rehearsal.timeline import Timeline
 from oomph.techniques.offload_activations import ActivationOffload
-from oomph.timing.clock import Clock
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import CountingLink
-from shared_link import SharedLink
 
 PIECE, BUFFERS = 700, 3
 
@@ -192,18 +189,18 @@ def test_as_forward_ends_the_disk_is_told_what_backward_asks_for(
     ours = OnDisk(model, tmp_path)
     told: list[list[int]] = []
     asked: list[int] = []
-    announce, get = DiskSlots.announce, DiskSlots.get
+    announce, get = NumberedDiskStore.announce, NumberedDiskStore.get
 
-    def announced(self: DiskSlots, slots: Sequence[int]) -> None:
+    def announced(self: NumberedDiskStore, slots: Sequence[int]) -> None:
         told.append(list(slots))
         announce(self, slots)
 
-    def got(self: DiskSlots, slot: int, target: Tensor) -> Copy:
+    def got(self: NumberedDiskStore, slot: int, target: Tensor) -> Copy:
         asked.append(slot)
         return get(self, slot, target)
 
-    monkeypatch.setattr(DiskSlots, "announce", announced)
-    monkeypatch.setattr(DiskSlots, "get", got)
+    monkeypatch.setattr(NumberedDiskStore, "announce", announced)
+    monkeypatch.setattr(NumberedDiskStore, "get", got)
     train(model, [[3]])
     assert told == [[], asked]
     told.clear()
@@ -394,10 +391,10 @@ def rehearse_step(gpu: GPU, prepare: Prepare, *, on_disk: bool) -> Rehearsed:
             prepare(block, recorder)
         link = RehearsedLink(recorder, gpu)
 
-        def open_slots(largest: int, buffers: int) -> SlotStore:
-            return RehearsedSlots(recorder, link, gpu, largest=largest, buffers=buffers)
+        def open_store(largest: int, buffers: int) -> NumberedStore:
+            return RehearsedStore(recorder, link, gpu, largest=largest, buffers=buffers)
 
-        disk = open_slots if on_disk else None
+        disk = open_store if on_disk else None
         engine = ActivationOffload(link, model, disk=disk)
         for block in model.blocks:  # type: ignore[union-attr]
             engine.wrap(block)

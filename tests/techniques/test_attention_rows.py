@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import on
 from torch import Tensor
 from torch.nn import functional as F
 
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.planning.choices import Choices
+from oomph.hardware import find_gpu
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
 from oomph.rehearsal.cuda import attention
 from oomph.rehearsal.cuda.attention import Kernel, choose_kernel
 from oomph.rehearsal.phases import rehearse
@@ -182,7 +183,7 @@ def rehearsed(kernels: list[Kernel], *, rows: bool) -> list[Kernel]:
         torch.optim.SGD(model.parameters()),
         torch.ones(4, 64, 512),
     )
-    choices = Choices(precision="bf16-mixed", attention_rows=rows)
+    choices = Choices(precision="bf16-mixed", techniques=on("attention_rows") if rows else {})
     kernels.clear()
     rehearse(job, find_gpu("h200"), ("build", "first step"), choices=choices)
     return list(kernels)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import on
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oomph.job import Job
-from oomph.planning.choices import Choices
-from oomph.running.applying import apply_choices
-from oomph.running.step import train_step
+from oomph.engine.applying import apply_choices
+from oomph.engine.step import train_step
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
 from oomph.techniques.channels_last import channels_last, takes_images
 
 LAST = torch.channels_last
@@ -77,7 +78,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("how", ["keep", "recompute"])
 def test_losses_and_weights_are_those_of_the_untouched_job(how: str) -> None:
-    losses, model = trained(Choices(channels_last=True, blocks={"body": how}))
+    losses, model = trained(Choices(techniques=on("channels_last"), blocks={"body": how}))
     plain_losses, plain = trained(Choices())
     torch.testing.assert_close(losses, plain_losses, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-12)

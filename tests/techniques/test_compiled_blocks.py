@@ -79,7 +79,7 @@ def test_numbers_are_those_of_the_eager_block_with_dropout(
     model = chain(2, 0.5)
     for block in model:
         if keep is not None:
-            recompute(block, keep)
+            recompute(block, keep, compiled=True)
         compile_block(block)
     torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
     assert compiler.backend.frame_count == 1
@@ -126,7 +126,7 @@ def test_many_ways_to_recompute_are_all_compiled(compiler: Compiler) -> None:
     model = chain(5)
     ways: list[tuple[str, ...]] = [(), ("product#0",), ("product#1",), ("product#0", "product#1")]
     for block, keep in zip(model, [*ways, ("product#0", "product#2")], strict=True):
-        recompute(block, keep)
+        recompute(block, keep, compiled=True)
         compile_block(block)
     for rows in (4, 3):
         gradients(model, rows)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferred_link import CountingLink
 from disk_training import Disk, trained_on_disk, undone
 from host_training import (
     Recipe,
@@ -24,19 +24,16 @@ from host_training import (
     warm_up,
 )
 from scarce_disk import ScarceDisk
+from shared_link import SharedLink
 from torch import Tensor
 
 from oomph.errors import DiskDamaged, DiskFull, HostMemoryFull
-from oomph.host import limits
-from oomph.host.limits import HostLimits
-from oomph.host.link import InstantLink, Link
+from oomph.memory import limits
+from oomph.memory.limits import HostLimits
+from oomph.memory.link import InstantLink, Link
 from oomph.techniques import disk_state
 from oomph.techniques.disk_state import MASTER, DiskState
 from oomph.techniques.streamed_weights import StreamedWeights
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import CountingLink
-from shared_link import SharedLink
 
 STEPS = 7
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferred_link import CountingLink
 from disk_training import Disk
 from host_training import (
     SMALL,
@@ -26,26 +26,24 @@ from host_training import (
     step_once,
 )
 from scarce_disk import ScarceDisk
+from shared_link import SharedLink
 from test_streamed_weights import poisoned  # noqa: F401 - every test here uses it
 from test_weights_away import BLOCKS, RECIPES
 from torch import Tensor, nn
 
 from oomph.errors import BadInput, DiskDamaged, DiskFull, HostMemoryFull
-from oomph.host import limits
-from oomph.host.disk import DiskStore
-from oomph.host.limits import HostLimits
-from oomph.host.link import InstantLink, Link
-from oomph.host.scratch_file import ScratchFile
-from oomph.techniques import cold_weights, disk_state
-from oomph.techniques.cold_weights import BUFFERS_OF_PIECES, OnDisk
+from oomph.memory import limits
+from oomph.memory.disk import DiskStore
+from oomph.memory.limits import HostLimits
+from oomph.memory.link import InstantLink, Link
+from oomph.memory.scratch_file import ScratchFile
+from oomph.techniques import disk_state
+from oomph.techniques import disk_weights as cold_weights
+from oomph.techniques.disk_weights import BUFFERS_OF_PIECES, OnDisk
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.optimizer_twin import is_elementwise
 from oomph.techniques.step_buckets import cuts_of
 from oomph.techniques.streamed_weights import StreamedWeights
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import CountingLink
-from shared_link import SharedLink
 
 STEPS = 5
 TINY = HostLimits(memory=100, memory_limit="a small machine", lockable=None)
@@ -93,7 +91,7 @@ class OnTheDisk(Training):
             ahead=coming,
             on_disk=OnDisk(
                 blocks=blocks if cold is None else cold,
-                open_slots=self.disk,
+                open_store=self.disk,
                 cut=functools.partial(self.cut, bucket=bucket),
             ),
         )
@@ -209,7 +207,7 @@ def test_weights_of_another_layout_keep_it(fused: bool, tmp_path: Path) -> None:
         if on_disk:
             cold = OnDisk(
                 blocks=("0", "1"),
-                open_slots=Disk(link, tmp_path),
+                open_store=Disk(link, tmp_path),
                 cut=lambda parameter: cuts_of(parameter, 4, 64),
             )
             streamed = StreamedWeights(model, ["0", "1"], link, on_disk=cold)
@@ -521,7 +519,7 @@ def test_no_memory_in_mid_forward_can_be_made_good(
 
 def test_weights_that_are_only_read_are_not_trained(tmp_path: Path) -> None:
     training, link = Training(recipe=RECIPES["plain"]), SharedLink()
-    only_read = OnDisk(blocks=BLOCKS, open_slots=Disk(link, tmp_path))
+    only_read = OnDisk(blocks=BLOCKS, open_store=Disk(link, tmp_path))
     streamed = StreamedWeights(training.model, BLOCKS, link, on_disk=only_read)
     with pytest.raises(BadInput, match="only read cannot be trained"):
         training.go_to_host(link, weights=streamed)

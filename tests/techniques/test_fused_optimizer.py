@@ -175,3 +175,64 @@ def test_on_a_gpu_counters_follow_and_the_step_needs_no_copies() -> None:
         undo()
         assert places() == {"cpu"}
         assert extra() >= layers * weight
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": True, "weight_decay": 0.1},
+        {"dampening": 0.3, "weight_decay": 0.1, "maximize": True},
+    ],
+)
+def test_what_gets_its_first_gradient_later_begins_with_the_momentum_of_a_first_step(
+    options: dict[str, Any],
+) -> None:
+    plain, fused = make_model(), make_model()
+    for model in (plain, fused):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
+        undo = fuse_optimizer(optimizer) if model is fused else None
+        torch.manual_seed(0)
+        model[2].requires_grad_(False)
+        train(model, optimizer, 2)
+        model[2].requires_grad_(True)
+        train(model, optimizer, 3)
+        if undo is not None:
+            undo()
+            assert not optimizer._optimizer_step_pre_hooks
+    assert_near(fused.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_stepped_by_no_fused_sgd_on_the_cpu(dtype: torch.dtype) -> None:
+    optimizer = torch.optim.SGD(make_model().to(dtype).parameters())
+    assert not can_fuse(optimizer)
+    with pytest.raises(BadInput, match="fused SGD does not step"):
+        fuse_optimizer(optimizer)
+    with pretend(oomph.find_gpu("h200")):
+        assert can_fuse(torch.optim.SGD(make_model().to("cuda", dtype).parameters()))
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """The same numbers, lying in memory the other way."""
+    return tensor.t().contiguous().t()
+
+
+@pytest.mark.parametrize(("cls", "options"), VARIANTS)
+def test_weights_may_lie_in_memory_in_another_order_than_their_state_and_gradients(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    plain, fused = make_model(), make_model()
+    plain_optimizer = cls(plain.parameters(), lr=0.05, **options)
+    optimizer = cls(fused.parameters(), lr=0.05, **options)
+    fuse_optimizer(optimizer)
+    for part in range(3):
+        for model, stepper in ((plain, plain_optimizer), (fused, optimizer)):
+            torch.manual_seed(part)
+            train(model, stepper, 2)
+            weight = next(model.parameters())
+            if part == 0:
+                weight.data = _turned(weight.data)
+            else:
+                weight.grad = weight.detach().clone(memory_format=torch.contiguous_format)
+        assert_near(fused.state_dict(), plain.state_dict())

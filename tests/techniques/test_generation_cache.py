@@ -13,19 +13,19 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from oomph.estimation import estimate
-from oomph.gpus import find_gpu
-from oomph.job import Job
-from oomph.planning.choices import Choices
-from oomph.planning.planner import plan
-from oomph.planning.survey import BESIDE_A_CACHE, Survey, survey
-from oomph.running.run import Run, apply
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
+from oomph.rehearsal.estimation import estimate
+from oomph.runs.run import Run, apply
+from oomph.search.planner import plan
+from oomph.search.survey import BESIDE_A_CACHE, Survey, survey
 from oomph.techniques.generation_cache import (
     caching_modules,
     evaluating_the_loss,
     without_cache,
 )
-from oomph.timing.clock import Clock
 
 H200 = find_gpu("h200")
 LENGTH, VOCABULARY = 32, 128

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferred_link import CountingLink
 from disk_training import Disk, undone
 from host_training import (
     WIDTH,
@@ -27,24 +27,22 @@ from host_training import (
     two_groups,
     warm_up,
 )
+from memory_slots import MemorySlots
 from scarce_disk import ScarceDisk
+from shared_link import SharedLink
 from torch import nn
 
 from oomph.errors import BadInput, DiskDamaged, DiskFull, HostMemoryFull
-from oomph.host import limits
-from oomph.host.disk_slots import DiskSlots
-from oomph.host.limits import HostLimits
-from oomph.host.link import InstantLink, Link
-from oomph.host.scratch_file import ScratchFile
-from oomph.techniques import cold_weights, disk_state
-from oomph.techniques.cold_weights import OnDisk
+from oomph.memory import limits
+from oomph.memory.disk_store import NumberedDiskStore
+from oomph.memory.limits import HostLimits
+from oomph.memory.link import InstantLink, Link
+from oomph.memory.scratch_file import ScratchFile
+from oomph.techniques import disk_state
+from oomph.techniques import disk_weights as cold_weights
+from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.step_buckets import cuts_of
 from oomph.techniques.streamed_weights import StreamedWeights
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import CountingLink
-from memory_slots import MemorySlots
-from shared_link import SharedLink
 
 STEPS = 7
 
@@ -148,7 +146,7 @@ def test_beside_weights_that_are_away(name: str, cold: bool, tmp_path: Path) -> 
     def cut(parameter: nn.Parameter) -> tuple[range, ...]:
         return cuts_of(parameter, 4, 1024)
 
-    there = OnDisk(blocks=paths, open_slots=disk, cut=cut) if cold else None
+    there = OnDisk(blocks=paths, open_store=disk, cut=cut) if cold else None
     streamed = StreamedWeights(training.model, paths, link, on_disk=there)
     training.go_to_host(
         link, weights=streamed, disk=disk, keep_gradients=2000, gradients_to_disk=True
@@ -435,13 +433,13 @@ def test_each_goes_there_once_a_step_and_once_more_with_each_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     puts: list[int] = []
-    real = DiskSlots.put
+    real = NumberedDiskStore.put
 
-    def put(store: DiskSlots, slot: int, source: torch.Tensor) -> Any:
+    def put(store: NumberedDiskStore, slot: int, source: torch.Tensor) -> Any:
         puts.append(source.nbytes)
         return real(store, slot, source)
 
-    monkeypatch.setattr(DiskSlots, "put", put)
+    monkeypatch.setattr(NumberedDiskStore, "put", put)
 
     def sent(recipe: Recipe) -> int:
         puts.clear()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.gpus import find_gpu
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
 from oomph.rehearsal.host_memory import CORES_REACH
 from oomph.rehearsal.link import HOST_ADAM, REACHED, RehearsedLink
 from oomph.rehearsal.recorder import Recorder
@@ -18,7 +19,6 @@ from oomph.rehearsal.world import pretend
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.host_step import MADE, STEPPED
 from oomph.techniques.master_weights import MasterWeights
-from oomph.timing.clock import Clock
 
 GPU = find_gpu("h200")
 LAYERS, WIDTH = 12, 1024

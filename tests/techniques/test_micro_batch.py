@@ -15,10 +15,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from oomph.engine.step import Stage, train_step
 from oomph.errors import BadInput
-from oomph.job import Job, split_batch
-from oomph.running.step import Stage, train_step
+from oomph.jobs.job import Job, split_batch
+from oomph.splitting import prove_split
 from oomph.techniques.micro_batch import Weigher, why_whole
+from oomph.techniques.recompute import recompute
 
 VOCABULARY = 11
 Batch = dict[str, Tensor]
@@ -62,7 +64,7 @@ def trained(
     """Losses and weights of plain gradient descent."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    job = Job(model, loss, optimizer, batches[0], micro_batch=micro_batch, items=items)
+    job = Job(model, loss, optimizer, batches[0], micro_batch=micro_batch, normalizer=items)
     stage = Stage(
         job=job,
         model=model,
@@ -257,48 +259,35 @@ def test_losses_that_drop_ignored_targets_themselves_are_counted_too() -> None:
     assert_adds_up(only_valid, first, ragged(), sizes=(2, 3))
 
 
-def test_rules_that_would_count_differently_are_not_guessed_between() -> None:
+def test_targets_that_a_mask_selects_are_counted_by_that_mask() -> None:
     batch = ragged(length=5)
-    batch["labels"][0, -1] = 3  # valid in both rules, but the last sample's first label only in one
+    batch["labels"][0, -1] = 3
     batch["labels"][4] = batch["ids"][4]
-    with pytest.raises(BadInput, match=r"cannot tell .* `items=lambda batch"):
-        trained(only_valid, [batch], 1)
+    assert_adds_up(only_valid, batch, ragged())
 
 
-def test_targets_that_are_not_in_the_batch_need_the_jobs_word() -> None:
+def test_targets_that_a_loss_makes_of_its_batch_are_counted_in_the_whole_one() -> None:
     def loss(model: Any, batch: Batch) -> Tensor:
         labels = batch["ids"].masked_fill(batch["ids"] > 7, -100)
         return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten())
 
-    def items(batch: Batch) -> Tensor:
-        return (batch["ids"] <= 7).sum()
-
     batch = ragged()
     batch["ids"][1] = 9  # a part without any valid target
-    with pytest.raises(BadInput, match=r"cannot tell .* `items=lambda batch"):
-        trained(loss, [batch], 1)
-    assert_adds_up(loss, batch, items=items)
-    assert_adds_up(loss, batch, items=lambda batch: int(items(batch)))
+    assert_adds_up(loss, batch, ragged())
+    assert_adds_up(loss, batch, items=lambda batch: (batch["ids"] <= 7).sum())
+    assert_adds_up(loss, batch, items=lambda batch: int((batch["ids"] <= 7).sum()))
 
 
-def test_a_rule_that_stops_being_true_is_noticed() -> None:
+def test_targets_that_the_model_makes_need_the_jobs_word() -> None:
     def loss(model: Any, batch: Batch) -> Tensor:
-        labels = batch["labels"].masked_fill(batch["labels"] == 7, -100)
-        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten())
+        logits = model(batch["ids"]).flatten(0, 1)
+        return F.cross_entropy(logits, logits.argmax(1).masked_fill(logits.amax(1) < 0, -100))
 
-    good = ragged(ignored=-100)
-    good["labels"][good["labels"] == 7] = 8
-    bad = {name: tensor.clone() for name, tensor in good.items()}
-    bad["labels"][4, 4:] = 7
-    # At once where the rule is new, before any weight has changed; else a batch later.
-    with pytest.raises(BadInput, match="another number of targets than oomph had counted"):
-        trained(loss, [bad], 2)
-    trained(loss, [good, bad], 2)
-    with pytest.raises(BadInput, match="another number of targets than oomph had counted"):
-        trained(loss, [good, bad, good], 2)
+    with pytest.raises(BadInput, match=r"cannot tell .* `normalizer=lambda batch"):
+        trained(loss, [ragged()], 2)
 
 
-def test_class_weights_are_refused_unless_the_job_sums_them() -> None:
+def test_class_weights_are_summed_over_the_whole_batch() -> None:
     weights = torch.linspace(0.5, 2, VOCABULARY, dtype=torch.float64)
 
     def loss(model: Any, batch: Batch) -> Tensor:
@@ -308,8 +297,7 @@ def test_class_weights_are_refused_unless_the_job_sums_them() -> None:
     def items(batch: Batch) -> Tensor:
         return weights[batch["labels"][batch["labels"] != -100]].sum()
 
-    with pytest.raises(BadInput, match=r"class weights .* `items=lambda batch"):
-        trained(loss, [ragged()], 2)
+    assert_adds_up(loss, ragged(), ragged(4))
     assert_adds_up(loss, ragged(), items=items, sizes=(2, 3))
 
 
@@ -382,7 +370,7 @@ def without_empty() -> Batch:
 def test_a_loss_that_does_not_add_up_is_refused_unless_the_job_says_how(
     loss: Loss, items: Callable[[Any], Any]
 ) -> None:
-    with pytest.raises(BadInput, match=r"the loss of two samples is .* `items=lambda batch"):
+    with pytest.raises(BadInput, match=r"the loss of two samples is .* `normalizer=lambda batch"):
         trained(loss, [without_empty()], 1)
     assert_adds_up(loss, without_empty(), items=items)
 
@@ -508,3 +496,78 @@ def test_a_batch_norm_that_learns_keeps_the_batch_whole() -> None:
     assert why_whole(model).startswith("1 (BatchNorm1d) averages over the batch")
     assert not why_whole(model.eval())
     assert not why_whole(nn.Sequential(nn.LayerNorm(2), nn.InstanceNorm1d(2)))
+
+
+@torch.jit.script
+def _scaled(hidden: Tensor, width: int) -> Tensor:
+    return hidden / torch.sqrt(torch.tensor(width, dtype=torch.float64) * 2)
+
+
+def test_numbers_inside_a_scripted_function_are_no_calls_of_the_loss() -> None:
+    """No function mode sees those of TorchScript, but what dispatch modes call in them."""
+
+    class Blocks(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.double()
+
+        def hidden(self, ids: Tensor) -> Tensor:
+            hidden = self.embed(ids)
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden
+
+    class Scripted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return _scaled(super().forward(input), input.shape[-1]).tanh()
+
+    model = Blocks()
+    for name in ("0", "1"):
+        scripted = Scripted(4, 4).double()
+        scripted.load_state_dict(model.blocks.get_submodule(name).state_dict())
+        setattr(model.blocks, name, scripted)
+    batch = ragged()
+
+    def loss(net: Any, part: Batch) -> Tensor:
+        return F.cross_entropy(net(part["ids"]).flatten(0, 1), part["labels"].flatten())
+
+    for _ in range(3):  # after which TorchScript has made of it what it makes of it
+        loss(model, batch).backward()
+    job = Job(model, loss, torch.optim.SGD(model.parameters(), 1.0), batch)
+    split = prove_split(job, None)
+    assert not split.whole_because
+    for block, keep in zip(model.blocks, ((), ("product#0",)), strict=True):
+        recompute(block, keep)
+    weigher = Weigher(split=split)
+    expected = loss(model, batch).detach()
+    weigher.begin(batch)
+    total = 0.0
+    for part in weigher.parts(batch, 2):
+        share = len(part["ids"]) / 5
+        one = weigher.weigh(part, share, functools.partial(loss, model, part))
+        one.backward()
+        total += float(one)
+    assert total == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_constants_that_only_one_forward_makes_are_no_other_way_to_compute_a_loss() -> None:
+    """A cache makes some where there is one; a mask of padding does where something is padded."""
+    makes_constants = True
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        hidden = model(batch["ids"])
+        if makes_constants:
+            hidden = hidden * torch.tensor(1.0) * hidden.new_ones(())
+        return hidden.square().mean()
+
+    model, batch = Net(), ragged(4)
+    job = Job(model, loss, torch.optim.SGD(model.parameters(), 1.0), batch)
+    split = prove_split(job, None)
+    expected = float(loss(model, batch))
+    makes_constants = False
+    weigher = Weigher(split=split)
+    weigher.begin(batch)
+    parts = weigher.parts(batch, 2)
+    losses = [weigher.weigh(one, 0.5, functools.partial(loss, model, one)) for one in parts]
+    assert float(sum(losses)) == pytest.approx(expected, rel=1e-9)

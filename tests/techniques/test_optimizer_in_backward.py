@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import warnings
@@ -17,9 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import oomph
-from oomph.errors import BadInput
+from oomph.errors import BadInput, SteppedTooEarly
 from oomph.rehearsal.world import pretend
-from oomph.techniques.optimizer_in_backward import PER_PARAMETER, OptimizerInBackward
+from oomph.techniques.optimizer_in_backward import OptimizerInBackward
+from oomph.techniques.optimizer_steps import PER_PARAMETER, steps_in_its_place
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -298,22 +300,48 @@ def test_recomputation_leaves_the_numbers_as_they_are() -> None:
     assert_equal(stepped.state_dict(), plain.state_dict())
 
 
-def test_a_weight_that_two_reentrant_recomputations_use_is_an_error() -> None:
-    model = Recomputed(True)
-    in_backward = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = model(torch.ones(1, 6, requires_grad=True)).sum()
-    with pytest.raises(BadInput, match="use_reentrant=False"), in_backward.armed():
-        loss.backward()
-    assert in_backward.dirty
-
-
-def test_a_weight_that_backward_still_needs_is_an_error() -> None:
-    model = nn.Linear(6, 6, bias=False)
+def test_a_weight_that_was_stepped_too_early_waits_from_then_on() -> None:
+    """Two reentrant recomputations use it, and its gradient comes in two parts."""
+    model, plain = Recomputed(True), Recomputed(True)
     in_backward = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.ones(1, 6, requires_grad=True)
-    loss = model(F.linear(x, model.weight.detach())).sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"), in_backward.armed():
-        loss.backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(SteppedTooEarly, match=r"test_optimizer_in_backward.py:\d+"):
+        step(model, in_backward, x)
+    assert in_backward.dirty
+    model.load_state_dict(before)  # whoever makes the step takes it back
+    model.zero_grad()
+    step(model, in_backward, x)
+    plain(x).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+def test_a_weight_that_backward_still_needs_is_stepped_when_it_has_it() -> None:
+    model = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    in_backward = OptimizerInBackward(optimizer)
+    stepped: list[Tensor] = []
+    in_backward.before_step = stepped.append
+    x = torch.ones(1, 6, requires_grad=True)
+
+    def loss(layers: nn.ModuleList) -> Tensor:
+        first = F.linear(layers[0](x), layers[2].weight.detach())
+        out: Tensor = layers[2](layers[1](first)).sum()
+        return out
+
+    with in_backward.armed():
+        loss(model).backward()
+    assert [any(one is p for one in stepped[:1]) for p in model.parameters()] == [0, 1, 0]
+    loss(plain).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+def step(model: nn.Module, in_backward: OptimizerInBackward, x: Tensor) -> None:
+    with in_backward.armed():
+        model(x).sum().backward()
 
 
 class Fails(torch.autograd.Function):
@@ -382,9 +410,9 @@ def test_hooks_on_the_step_are_refused_when_applied_and_when_armed() -> None:
         register_optimizer_step_post_hook,
     ):
         handle = register(lambda *_: None)
-        with pytest.raises(BadInput, match="once for each parameter"):
+        with pytest.raises(BadInput, match="would not run once for each step"):
             OptimizerInBackward(optimizer)
-        with pytest.raises(BadInput, match="once for each parameter"), in_backward.armed():
+        with pytest.raises(BadInput, match="would not run once for each step"), in_backward.armed():
             pass
         handle.remove()
 
@@ -458,6 +486,7 @@ def test_small_parameters_step_together_and_large_ones_as_they_come() -> None:
         shown: list[int] = []
         original = optimizer.step
 
+        @steps_in_its_place
         def step() -> None:
             shown.append(sum(len(group["params"]) for group in optimizer.param_groups))
             original()

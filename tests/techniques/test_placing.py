@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import BadInput
-from oomph.gpus import find_gpu
-from oomph.host.link import InstantLink
+from oomph.hardware import find_gpu
+from oomph.memory.link import InstantLink
 from oomph.rehearsal.link import RehearsedLink
 from oomph.rehearsal.recorder import Recorder, Side
 from oomph.rehearsal.world import pretend

@@ -82,7 +82,7 @@ def test_outputs_and_gradients_are_the_same_to_the_bit(
     block = Block(dropout)
     recompute(block, keep)
     torch.testing.assert_close(gradients(block, calls), plain, rtol=0, atol=0)
-    assert block.calls == 2 * calls
+    assert block.calls == calls
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_forward_that_somebody_else_put_there_is_recomputed_and_put_back() -> 
     expected = gradients(block)
     undo = recompute(block)
     torch.testing.assert_close(gradients(block), expected, rtol=0, atol=0)
-    assert block.calls == 3
+    assert block.calls == 2
     undo()
     assert block.forward is twice
 

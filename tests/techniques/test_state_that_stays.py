@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferred_link import CountingLink, DeferredLink
 from host_training import Recipe, Training, nearly, overflowing, plain, same_bits, warm_up
 from test_host_optimizer import LINKS, of
 
 from oomph.errors import BadInput
 from oomph.techniques import host_optimizer
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import CountingLink, DeferredLink
 
 STEPS = 7
 """A step that uses every parameter comes back twice."""

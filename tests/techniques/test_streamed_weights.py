@@ -6,29 +6,26 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferred_link import DeferredLink, poison
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import BadInput
-from oomph.host.link import Copy, HostWork, InstantLink, Link
+from oomph.memory.link import Copy, HostWork, InstantLink, Link
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import DeferredLink, poison
+from oomph.techniques.watched_tensors import own_work
 
 WIDTH, WORDS, LENGTH = 8, 13, 5
 SMALL = 1024
@@ -415,14 +412,20 @@ def test_recomputed_blocks_find_their_weights_however_they_are_called(in_object:
 # --- The model, seen from outside -----------------------------------------------------------------
 
 
-def test_a_weight_that_is_not_here_shows_that_it_is_not() -> None:
+def test_a_weight_that_is_not_here_is_read_and_written_as_if_it_were() -> None:
     net, _ = Case().make()
-    StreamedWeights(net, BLOCKS, InstantLink())
+    before = copy.deepcopy(net.state_dict())
+    streamed = StreamedWeights(net, BLOCKS, InstantLink())
     weight = net.blocks[0].up.weight
     assert weight.shape == (2 * WIDTH, WIDTH)
-    assert weight.isnan().all()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+    assert torch.equal(weight, before["blocks.0.up.weight"])
+    with own_work():
+        assert weight.isnan().all()  # none of it is on the GPU
+    with torch.no_grad():
         weight.add_(1)
+    weight.data[0] = 7
+    assert torch.equal(streamed.numbers(weight)[1:], before["blocks.0.up.weight"][1:] + 1)
+    assert (streamed.numbers(weight)[0] == 7).all()
 
 
 def test_parameters_stay_the_same_objects() -> None:

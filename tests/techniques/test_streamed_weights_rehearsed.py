@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.gpus import find_gpu
-from oomph.planning.choices import KEEP, RECOMPUTE
+from oomph.hardware import find_gpu
+from oomph.hardware.timing.clock import Clock
+from oomph.plans.choices import KEEP, RECOMPUTE
 from oomph.rehearsal.compiled import stand_in_for_compiled
 from oomph.rehearsal.link import REACHED, RehearsedLink
 from oomph.rehearsal.recorder import Recorder
@@ -19,7 +20,6 @@ from oomph.rehearsal.world import pretend
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
-from oomph.timing.clock import Clock
 
 GPU = find_gpu("h200")
 LAYERS, WIDTH = 8, 2048

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferred_link import CountingLink, DeferredLink, NobodyWaits
 from host_training import (
     Net,
     Recipe,
@@ -35,15 +34,12 @@ from test_streamed_weights import (
 from torch import Tensor, nn
 
 from oomph.errors import BadInput
-from oomph.host.link import Copy, InstantLink, Link
+from oomph.memory.link import Copy, InstantLink, Link
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
-
-sys.path.append(str(Path(__file__).parents[1] / "host"))
-from deferred_link import CountingLink, DeferredLink, NobodyWaits
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 STEPS = 5

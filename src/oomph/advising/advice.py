@@ -11,25 +11,26 @@ import torch
 from oomph.advising.anatomy import token_shape
 from oomph.advising.costs import cost_of
 from oomph.advising.suggestions import Case, Suggestion, find_suggestions
-from oomph.gpus import GPU, find_gpu
-from oomph.job import Job, make_batch
+from oomph.hardware import GPU, find_gpu
+from oomph.jobs.job import Job, make_batch
+from oomph.rendering import Printed
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
-    """Suggestions for one job; nothing of it is changed."""
+class Advice(Printed):
+    """Suggestions for one job, which is not changed."""
 
     job: str
     gpu: str | None
     parameters: int
     peak: int
-    """Of a step as it is: device memory, or on the CPU that of tensors. Bytes, predicted."""
+    """Bytes of a step as it is, predicted: device memory, or on the CPU that of tensors."""
     flops: float
-    """Of a step as it is, predicted."""
+    """Operations of a step as it is, predicted."""
     suggestions: tuple[Suggestion, ...]
-    """What saves most first."""
+    """Largest savings first."""
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,17 +47,12 @@ class Advice:
             "seconds": self.seconds,
         }
 
-    def __str__(self) -> str:
-        from oomph.reporting.advice import describe_advice
-        from oomph.reporting.findings import render_findings
-
-        return render_findings(describe_advice(self))
-
 
 def advise(job: Job, *, gpu: str | GPU | None = None) -> Advice:
-    """Look for what the architecture pays for, with bytes and operations for this very job.
+    """Look for costly parts of the architecture, with bytes and operations for this job.
 
-    The job is rehearsed as it is and with each change that can be; nothing is run or changed.
+    The job is rehearsed as it is and with each change that can be rehearsed; nothing is run or
+    changed.
     """
     began = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu

@@ -1,4 +1,4 @@
-"""What a model is made of, as far as memory and arithmetic depend on it: numbers, no tensors."""
+"""The properties of a model that memory and arithmetic depend on: numbers only, no tensors."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from oomph.job import repeated_blocks
+from oomph.jobs.job import repeated_blocks
+from oomph.torch_compat.modules import parameters_of
+from oomph.torch_compat.pytree import tree_leaves
 
-#: A linear layer that widens by so much, or narrows again, is a feed-forward one.
+#: A linear layer that widens or narrows by at least this factor is a feed-forward one.
 _WIDENS = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a model that advice speaks of."""
+    """The parts of a model that advice refers to."""
 
     parameters: int
     trainable: int
     weight_bytes: int
-    """Of one parameter, on average."""
+    """Bytes per parameter, on average."""
     embedding: str
-    """The path of the largest embedding; empty where there is none."""
+    """The path of the largest embedding; empty if there is none."""
     vocabulary: int
     width: int
     head: str
-    """The path of the layer that scores the vocabulary."""
+    """The path of the layer that computes scores over the vocabulary."""
     tied: bool
     blocks: int
     block_parameters: int
-    """Of one of them."""
+    """Parameters of one block."""
     feed_forward: int
     """Parameters of all blocks' feed-forward layers."""
     linear: tuple[tuple[int, int], ...]
     """Sizes of the blocks' linear layers."""
     has_experts: bool
     heads: int
-    """Of attention, where the model tells; else 0."""
+    """Attention heads, if the config says; else 0."""
     layers: int
     attention: str
-    """`eager`, `sdpa` …, where the model tells."""
+    """`eager`, `sdpa` …, if the config says."""
     can_use_sdpa: bool
     window: int
-    """Tokens that attention looks back; 0 is all."""
+    """Tokens that attention looks back; 0 for all."""
     trains_embedding: bool
 
 
 def examine(model: nn.Module) -> Anatomy:
-    """Take a model apart, in thought."""
+    """Determine a model's anatomy."""
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
@@ -88,7 +89,7 @@ def examine(model: nn.Module) -> Anatomy:
 
 
 def token_shape(batch: Any) -> tuple[int, int]:
-    """Samples and tokens of each, where the batch is made of tokens; else zeros."""
+    """Number of samples and tokens per sample, if the batch is made of tokens; else zeros."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         batch = batch["input_ids"]
     for leaf in tree_leaves(batch):
@@ -130,15 +131,15 @@ def _weights(blocks: Sequence[nn.Module]) -> int:
 
 
 def _linear_layers(block: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """Paths and sizes of modules that are one matrix product, whatever their class is called."""
+    """Paths and sizes of modules that are a single matrix product, whatever their class."""
     for path, module in block.named_modules():
-        weight = module._parameters.get("weight")
+        weight = parameters_of(module).get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
             yield path, weight.shape[0], weight.shape[1]
 
 
 def _is_feed_forward(path: str, rows: int, columns: int) -> bool:
-    # Queries, keys and values in one layer widen, too.
+    # A joint layer for queries, keys and values widens, too.
     attends = "attn" in path.lower() or "attention" in path.lower()
     return not attends and max(rows, columns) >= _WIDENS * min(rows, columns)
 

@@ -1,4 +1,4 @@
-"""What a step of a job costs, by rehearsing it: memory, arithmetic, seconds."""
+"""Computes what a step of a job costs by rehearsing it: memory, arithmetic, seconds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from oomph.advising.anatomy import Anatomy, examine
-from oomph.gpus import GPU
-from oomph.job import Job, batch_size, make_batch
+from oomph.hardware import GPU
+from oomph.hardware.timing.clock import Clock
+from oomph.hardware.timing.work import Work
+from oomph.jobs.job import Job, batch_size, make_batch
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.replaying import add_up, replay
 from oomph.rehearsal.timeline import Category, Timeline
-from oomph.timing.clock import Clock
-from oomph.timing.work import Work
 
-#: Changes a model in place; returns what puts it back.
+#: Changes a model in place; returns an undo.
 Edit = Callable[[nn.Module], Callable[[], None]]
-#: Forwards that a rehearsal makes of a batch in micro-batches.
+#: Number of micro-batches that a rehearsal runs.
 _REHEARSED_PARTS = 2
 
 
@@ -33,18 +33,18 @@ class Cost:
     """One optimizer step, predicted."""
 
     peak: int
-    """Device memory, or on the CPU that of tensors. Bytes."""
+    """Bytes of device memory, or on the CPU of tensors."""
     flops: float
     parameters: int
     state_bytes: int
-    """Optimizer state, in all."""
+    """Bytes of optimizer state."""
     scores: int
-    """Attention weights that are kept for backward. Bytes."""
+    """Bytes of attention weights kept for backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CountingClock(Clock):
-    """A clock that adds up the arithmetic it sees."""
+    """A clock that also counts operations."""
 
     flops: list[float] = field(default_factory=lambda: [0.0])
 
@@ -54,7 +54,7 @@ class _CountingClock(Clock):
 
 
 def cost_of(job: Job, gpu: GPU | None) -> tuple[Cost, Anatomy]:
-    """Rehearse one step, and take the model apart on the way."""
+    """Rehearse one step, and determine the model's anatomy on the way."""
     seen: list[Anatomy] = []
 
     def look(model: nn.Module, *_: Any) -> None:
@@ -80,7 +80,7 @@ def cost_of(job: Job, gpu: GPU | None) -> tuple[Cost, Anatomy]:
 
 @contextlib.contextmanager
 def edited(job: Job, edit: Edit) -> Iterator[Job]:
-    """The job with its model changed; a model that was given is put back afterwards."""
+    """The job with its model edited; for a given model, the edit is undone afterwards."""
     model = job.model
     if isinstance(model, nn.Module):
         undo = edit(model)
@@ -100,7 +100,7 @@ def edited(job: Job, edit: Edit) -> Iterator[Job]:
 
 
 def _parts_left_out(job: Job) -> float:
-    """A rehearsal runs only the first micro-batches: how often they come in a whole step."""
+    """A rehearsal runs only the first micro-batches: the ratio of all of them to those."""
     if job.micro_batch is None:
         return 1.0
     with torch.device("meta"):
@@ -109,7 +109,7 @@ def _parts_left_out(job: Job) -> float:
 
 
 def _scores(timeline: Timeline) -> int:
-    """Softmaxes kept for backward: attention weights where no fused kernel runs."""
+    """Softmaxes kept for backward, which are attention weights without a fused kernel."""
     return sum(
         block.size
         for block in timeline.blocks

@@ -1,7 +1,7 @@
-"""Each rule looks for one thing that an architecture pays for, and says what would change it.
+"""Rules that each look for one cost of an architecture, and suggest a change.
 
-Where the change can be made to a model that is only rehearsed, it is, and the two rehearsals are
-compared. Else the numbers are computed from sizes. Both are predictions; a suggestion says which.
+If the change can be made to a rehearsed model, it is, and the two rehearsals are compared.
+Otherwise the numbers are computed from sizes. Both are predictions; a suggestion says which it is.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch import nn
 from oomph.advising.anatomy import Anatomy
 from oomph.advising.costs import Cost, Edit, cost_of, edited
 from oomph.errors import OomphError
-from oomph.gpus import GPU
-from oomph.job import Job, repeated_blocks
+from oomph.hardware import GPU
+from oomph.jobs.job import Job, repeated_blocks
+from oomph.torch_compat.modules import parameters_of
 from oomph.units import format_bytes
 
-#: Rows of a matrix that Tensor Cores read whole at their best.
+#: Number of matrix rows whose multiples suit Tensor Cores best.
 FRIENDLY_ROWS = 64
-#: An embedding with more than this part of all parameters is worth a word.
+#: An embedding with more than this share of all parameters is worth a suggestion.
 LARGE_EMBEDDING = 0.25
-#: Windows are looked at for sequences that are longer than they by this factor.
+#: Window to suggest, for sequences at least this many times as long.
 WINDOW, LONG = 1024, 2
 EXPERTS, ACTIVE = 8, 2
 ADAPTER_RANK = 16
@@ -33,22 +34,22 @@ ADAPTER_RANK = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """One thing that would change what a model costs."""
+    """One change that would affect what a model costs."""
 
     topic: str
     finding: str
-    """What is there now."""
+    """What the model has now."""
     change: str
-    """What would change it."""
+    """The suggested change."""
     saves: int
-    """Bytes of peak memory, predicted; negative where it costs some."""
+    """Bytes of peak memory saved, predicted; negative if it costs memory."""
     parameters: int
-    """Fewer parameters; negative where it adds some."""
+    """Parameters saved; negative if it adds some."""
     flops: float
-    """Fewer operations in a step; negative where it adds some."""
+    """Operations per step saved; negative if it adds some."""
     how: Literal["rehearsed", "computed"]
     alters: Literal["nothing", "training", "model"]
-    """What the change is to: `nothing` leaves the numbers as they are."""
+    """What it affects: `nothing` leaves the numbers as they are."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -57,7 +58,7 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the rules look at."""
+    """Input for the rules."""
 
     job: Job
     gpu: GPU | None
@@ -65,19 +66,19 @@ class Case:
     anatomy: Anatomy
     samples: int
     tokens: int
-    """Of a sample; 0 where the batch is not made of tokens."""
+    """Tokens per sample; 0 if the batch is not made of tokens."""
 
     @property
     def trained_bytes(self) -> float:
-        """Bytes of a parameter that trains: itself, its gradient, its optimizer state."""
+        """Bytes per trained parameter, with its gradient and optimizer state."""
         state = self.cost.state_bytes / max(self.anatomy.trainable, 1)
         return 2 * self.anatomy.weight_bytes + state
 
     def rehearse(self, edit: Edit) -> Cost | None:
-        """What the changed job costs; None where it cannot be rehearsed."""
+        """The cost of the edited job; None if it cannot be rehearsed."""
         given = isinstance(self.job.optimizer, torch.optim.Optimizer)
         if given and isinstance(self.job.model, nn.Module):
-            return None  # the optimizer would go on holding what the change takes away
+            return None  # the optimizer would still hold what the change removes
         try:
             with edited(self.job, edit) as job:
                 return cost_of(job, self.gpu)[0]
@@ -86,13 +87,13 @@ class Case:
 
 
 def find_suggestions(case: Case) -> tuple[Suggestion, ...]:
-    """What every rule found, what saves most first."""
+    """The suggestions of all rules, largest savings first."""
     found = [one for rule in _RULES for one in rule(case) if _is_worth_saying(one)]
     return tuple(sorted(found, key=lambda one: (-one.saves, -one.flops)))
 
 
 def _is_worth_saying(suggestion: Suggestion) -> bool:
-    """What a rehearsal showed to save nothing is left out, whatever sizes would make one think."""
+    """Drop suggestions that save nothing according to a rehearsal."""
     gains = suggestion.saves > 0 or suggestion.flops > 0
     return gains or suggestion.how == "computed"
 
@@ -218,7 +219,7 @@ def _full_attention(case: Case) -> Iterator[Suggestion]:
     parts, tokens = case.anatomy, case.tokens
     if not parts.heads or parts.window or tokens < LONG * WINDOW:
         return
-    # Two products of every pair that a causal mask leaves, forward once and backward twice.
+    # Two products for each pair that a causal mask leaves, once in forward and twice in backward.
     per_pair = 12.0 * parts.width * parts.layers * case.samples
     full, windowed = tokens * tokens / 2, tokens * WINDOW - WINDOW * WINDOW / 2
     saved = int(case.cost.scores * (1 - 2 * windowed / tokens**2)) if case.cost.scores else 0
@@ -270,19 +271,19 @@ def _not_shared(case: Case) -> Iterator[Suggestion]:
 
 
 def _share_parameters(first: nn.Module, second: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give the second module the parameters of the first, where they are alike."""
+    """Give the second module the parameters of the first, where shapes match."""
     for (_, one), (_, other) in zip(first.named_modules(), second.named_modules(), strict=False):
-        for name, parameter in list(other._parameters.items()):
-            shared = one._parameters.get(name)
+        for name, parameter in list(parameters_of(other).items()):
+            shared = parameters_of(one).get(name)
             if shared is None or parameter is None or shared.shape != parameter.shape:
                 continue
-            other._parameters[name] = shared
+            parameters_of(other)[name] = shared
             yield _putting_back(other, name, parameter)
 
 
 def _putting_back(module: nn.Module, name: str, parameter: nn.Parameter) -> Callable[[], None]:
     def back() -> None:
-        module._parameters[name] = parameter
+        parameters_of(module)[name] = parameter
 
     return back
 
@@ -398,7 +399,7 @@ def _compared(
     parameters: int,
     alters: Literal["nothing", "training", "model"],
 ) -> Suggestion:
-    """The difference of two rehearsals, or the computed bytes where there is but one."""
+    """Compare two rehearsals, or use the computed bytes if only one was possible."""
     if changed is not None:
         saves = case.cost.peak - changed.peak
         parameters = case.cost.parameters - changed.parameters

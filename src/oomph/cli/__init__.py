@@ -1,6 +1,6 @@
-"""The command line. It parses and prints; what it answers comes from the modules it calls.
+"""The command line: it parses and prints, and other modules compute the answers.
 
-Nothing here imports torch before a command needs it: `oomph --help` answers at once.
+Nothing here imports torch before a command needs it, so `oomph --help` is fast.
 """
 
 import typer

@@ -1,4 +1,4 @@
-"""`oomph advise`: what an architecture costs, and what would change it."""
+"""`oomph advise`: the costs of an architecture, and changes that would reduce them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rich.console import Console
 
 from oomph.cli.app import working, write_json
 from oomph.cli.options import DEFAULT_GPU, AsJson, JobOptions, with_groups
-from oomph.reporting.advice import describe_advice
-from oomph.reporting.findings import print_findings
+from oomph.report.advice import describe_advice
+from oomph.report.findings import print_findings
 
 
 @with_groups

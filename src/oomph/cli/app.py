@@ -1,4 +1,4 @@
-"""What all commands share: the app, exit codes, errors in one line, JSON that is only JSON."""
+"""Shared by all commands: the app, exit codes, one-line errors, stdout with nothing but JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import typer
 from rich.console import Console
 
 from oomph.errors import OomphError
-from oomph.reporting.report import Report
-from oomph.reporting.text import print_report
+from oomph.quoting import printable
+from oomph.report.report import Report
+from oomph.report.text import print_report
 
 SCHEMA_VERSION = 1
 EXIT_CODES = {"fits": 0, "does_not_fit": 3, "inconclusive": 5}
@@ -49,11 +50,11 @@ def run(arguments: Sequence[str]) -> int:
         return _refuse(str(error), USAGE, as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has seen enough: `oomph gpus | head`
+    except BrokenPipeError:  # the reader closed the pipe: `oomph gpus | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERNAL
     except Exception as error:
-        if hasattr(error, "format_message"):  # typer's own errors, whichever click it brings
+        if hasattr(error, "format_message"):  # typer's own errors, for any version of click
             return _refuse(f"{error.format_message()} (see oomph --help)", USAGE, as_json)
         if os.environ.get("OOMPH_DEBUG") == "1":
             traceback.print_exc()
@@ -63,15 +64,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _own_arguments(arguments: Sequence[str]) -> Sequence[str]:
-    """Those that are oomph's: what follows a script is the script's."""
+    """oomph's own arguments: those after a script belong to the script."""
     if {"rehearse", "run"} & set(arguments[:1]):
         return list(itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments))
     return arguments
 
 
 def _refuse(message: str, code: int, as_json: bool) -> int:
-    """One line on stderr, whatever the message held; with --json an object on stdout too."""
-    line = " ".join(message.split())
+    """Print the message as one line on stderr; with --json also as an object on stdout."""
+    line = printable(" ".join(message.split()))
     print(f"oomph: {line}", file=sys.stderr)
     if as_json:
         write_json({"schema_version": SCHEMA_VERSION, "error": line})
@@ -95,7 +96,7 @@ def oomph(
 
 
 class Answer(Protocol):
-    """What a command found out."""
+    """The result of a command."""
 
     @property
     def verdict(self) -> str:
@@ -121,9 +122,9 @@ def write_json(value: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Keep stdout clean; show that something happens on a terminal.
+    """Keep stdout clean, and show a status line if stderr is a terminal.
 
-    What it gives says what happens next.
+    Yields a function that sets the status text.
     """
     console = Console(stderr=True)
     with clean_stdout():

@@ -1,4 +1,4 @@
-"""`oomph gpus` and `oomph models`: what is known by name."""
+"""`oomph gpus` and `oomph models`: list the catalogues."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.console import Console
 
 from oomph.cli.app import SCHEMA_VERSION, write_json
 from oomph.cli.options import AsJson
-from oomph.gpus import GPU, known_gpus
-from oomph.models.catalogue import ModelEntry, known_models
-from oomph.reporting.report import Table
-from oomph.reporting.text import print_table
+from oomph.hardware import GPU, known_gpus
+from oomph.jobs.models.catalogue import ModelEntry, known_models
+from oomph.report.report import Table
+from oomph.report.text import print_table
 from oomph.units import format_bytes
 
 

@@ -1,4 +1,4 @@
-"""`oomph estimate` and `oomph rehearse`: will it fit, as it is?"""
+"""`oomph estimate` and `oomph rehearse`: does the unchanged job fit?"""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from oomph.cli.options import (
 )
 from oomph.cli.saving import check_files, save_estimate
 from oomph.cli.solving import check_solvable, sizes
-from oomph.reporting.questions import describe_cards, describe_limit
-from oomph.reporting.report import describe
+from oomph.report.questions import describe_cards, describe_limit
+from oomph.report.report import describe
 
 
 @with_groups
@@ -62,10 +62,10 @@ def estimate(
     check_solvable(solve, options, gpu)
     check_files(html, export, many=gpu == ANY_GPU)
     with working(f"rehearsing {options.model}") as say:
-        from oomph.estimation import estimate as predict
-        from oomph.planning.cards import survey_cards
-        from oomph.planning.limits import largest
+        from oomph.rehearsal.estimation import estimate as predict
         from oomph.rehearsal.phases import PHASES
+        from oomph.search.cards import survey_cards
+        from oomph.search.limits import largest
 
         card = None if gpu == "cpu" else gpu
         under: dict[str, Any] = {

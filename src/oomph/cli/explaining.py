@@ -11,9 +11,9 @@ from rich.console import Console
 from oomph.cli.app import working, write_json
 from oomph.cli.options import AsJson, HtmlOption
 from oomph.cli.saving import check_files, save_html
-from oomph.reporting.comparisons import describe_comparison
-from oomph.reporting.explanations import describe_explanation
-from oomph.reporting.findings import print_findings
+from oomph.report.comparisons import describe_comparison
+from oomph.report.explanations import describe_explanation
+from oomph.report.findings import print_findings
 
 if TYPE_CHECKING:
     from oomph.explaining.oom_report import OomReport
@@ -47,7 +47,7 @@ def run(
 
     def show(found: OomReport) -> None:
         from oomph.explaining.explanation import explain_values
-        from oomph.reporting.page.sources import page_of_explanation
+        from oomph.report.page.sources import page_of_explanation
 
         save_html(html, lambda: page_of_explanation(explain_values(found.as_dict(), script)))
         if html is not None:
@@ -74,7 +74,7 @@ def explain(
     check_files(html, None)
     with working(f"reading {file}"):
         from oomph.explaining.explanation import explain as read
-        from oomph.reporting.page.sources import page_of_explanation
+        from oomph.report.page.sources import page_of_explanation
 
         result = read(file)
         save_html(html, lambda: page_of_explanation(result))

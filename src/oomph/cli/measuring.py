@@ -1,4 +1,4 @@
-"""`oomph gpus measure`: what this machine really reaches."""
+"""`oomph gpus measure`: measure the speed that this machine reaches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rich.console import Console
 
 from oomph.cli.app import SCHEMA_VERSION, working, write_json
 from oomph.cli.options import AsJson
-from oomph.reporting.profiles import describe_profile
-from oomph.reporting.text import print_table
+from oomph.report.profiles import describe_profile
+from oomph.report.text import print_table
 
 
 def measure(
@@ -23,8 +23,8 @@ def measure(
 ) -> None:
     """Measure this machine in under a minute, for the planner's clock."""
     with working("measuring") as say:
-        from oomph.gpus.measuring import measure_machine
-        from oomph.gpus.profile import save_profile
+        from oomph.hardware.measuring import measure_machine
+        from oomph.hardware.profile import save_profile
 
         profile = measure_machine(device=device, seconds=seconds, say=say)
         path = save_profile(profile)

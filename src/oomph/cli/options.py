@@ -1,6 +1,6 @@
 """Options that several commands share, in groups.
 
-A command takes a group as one argument; `with_groups` shows the command line its fields.
+A command takes a group as one argument; `with_groups` exposes its fields as options.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from oomph.job import Job
+    from oomph.jobs.job import Job
 
-#: The card that CUDA's rules were checked on; its rules are used where only a budget is given.
+#: The card on which CUDA's rules were verified; used where only a budget is given.
 DEFAULT_GPU = "h200"
 ANY_GPU = "any"
 
@@ -54,7 +54,7 @@ class JobOptions:
     model: Annotated[
         str,
         typer.Option(
-            # Named although it is the parameter's name: some versions of typer take the metavar.
+            # Named explicitly, because some versions of typer would use the metavar as the name.
             "--model",
             metavar="MODEL",
             help="A name of `oomph models`, a config.json or its folder, or file.py:function.",
@@ -85,13 +85,13 @@ class JobOptions:
     ] = None
 
     def job(self, **shape: int) -> Job:
-        """The job they describe, with another batch or seq where that is given."""
-        from oomph.job_sources import job_from
+        """The job that the options describe, with another batch or seq if given."""
+        from oomph.jobs.sources import job_from
 
         return job_from(**{**self.source(), **shape})
 
     def source(self) -> dict[str, Any]:
-        """What makes a job, as `job_from` and `job_to_train` take it."""
+        """The arguments of `job_from` and `job_to_train`."""
         given = {
             name: getattr(self, name)
             for name in ("precision", "optimizer", "micro_batch", "checkpointing", "clip_norm")
@@ -103,7 +103,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a plan may do."""
+    """Limits on what a plan may do."""
 
     allow: Annotated[
         str,
@@ -128,7 +128,7 @@ class PlanOptions:
     ] = None
 
     def as_arguments(self) -> dict[str, Any]:
-        """As planning takes them."""
+        """The arguments of the planning functions."""
         return {
             "allow": self.allow,
             "compile_blocks": not self.no_compile,
@@ -146,7 +146,7 @@ class PlanOptions:
 
 
 def with_groups(command: Callable[..., int]) -> Callable[..., int]:
-    """The command with each argument that is a group in place of the group's fields."""
+    """Wrap a command so that the fields of each group become parameters of their own."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {
         name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)

@@ -1,4 +1,4 @@
-"""`oomph plan`: how to make it fit, as fast as the memory allows."""
+"""`oomph plan`: the fastest way to make a job fit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from oomph.cli.options import (
 from oomph.cli.saving import check_files, save_exports, save_html
 from oomph.cli.solving import check_solvable, sizes
 from oomph.errors import BadInput
-from oomph.reporting.plan_questions import describe_best_cards, describe_planned_limit
-from oomph.reporting.plans import describe_attempt
+from oomph.report.plan_questions import describe_best_cards, describe_planned_limit
+from oomph.report.plans import describe_attempt
 
 if TYPE_CHECKING:
-    from oomph.planning.attempt import Attempt
+    from oomph.search.attempt import Attempt
 
 
 @with_groups
@@ -67,10 +67,10 @@ def plan(
     _check_files(gpu, prices, save)
     check_files(html, export, many=gpu == ANY_GPU)
     with working(f"planning {options.model}") as say:
-        from oomph.planning.attempt import try_plan
-        from oomph.planning.best_cards import best_cards
-        from oomph.planning.largest_planned import largest_planned
-        from oomph.planning.prices import load_prices
+        from oomph.hardware.prices import load_prices
+        from oomph.search.attempt import try_plan
+        from oomph.search.best_cards import best_cards
+        from oomph.search.largest_planned import largest_planned
 
         card = None if gpu == "cpu" else gpu
         under: dict[str, Any] = {"budget": budget, **how.as_arguments(), "say": say}
@@ -92,7 +92,7 @@ def plan(
 
 
 def _check_files(gpu: str, prices: str | None, save: str | None) -> None:
-    """Say now, not after planning, that a file cannot be meant."""
+    """Refuse unusable files before planning."""
     if prices is not None and gpu != ANY_GPU:
         raise BadInput("--prices compares cards: use it with --gpu any")
     if save is not None and gpu == ANY_GPU:
@@ -102,16 +102,12 @@ def _check_files(gpu: str, prices: str | None, save: str | None) -> None:
 
 
 def _save(attempt: Attempt, path: str | None, html: str | None, export: list[str] | None) -> None:
-    from oomph.planning.attempt import NoPlan
-    from oomph.reporting.page.sources import page_of_attempt
+    from oomph.report.page.sources import page_of_attempt
+    from oomph.search.attempt import NoPlan
 
     save_html(html, lambda: page_of_attempt(attempt))
     if isinstance(attempt, NoPlan):
         return
     save_exports(export, attempt.checked)
-    if path is None:
-        return
-    try:
+    if path is not None:
         attempt.save(path)
-    except OSError as error:
-        raise BadInput(f"cannot save the plan as {path}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""`--html` and `--export`: an answer, written to files."""
+"""`--html` and `--export`: write an answer to files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from oomph.errors import BadInput
 
 if TYPE_CHECKING:
-    from oomph.estimation import Estimate
-    from oomph.reporting.page.contents import Page
+    from oomph.rehearsal.estimation import Estimate
+    from oomph.report.page.contents import Page
 
 
 def check_files(html: str | None, export: Sequence[str] | None, *, many: bool = False) -> None:
-    """Say now, not after the work is done, that a file cannot be meant.
+    """Refuse unusable files before the work is done.
 
-    `many` says that the answer is about many cards, which no page shows.
+    `many` means that the answer is about many cards, which a page cannot show.
     """
     if html is None and not export:
         return
-    from oomph.reporting.exports.formats import export_of
-    from oomph.reporting.writing import check_writable
+    from oomph.files.writing import check_writable
+    from oomph.report.exports.formats import export_of
 
     if many:
         option = "--html" if html is not None else "--export"
@@ -32,23 +32,23 @@ def check_files(html: str | None, export: Sequence[str] | None, *, many: bool = 
 
 
 def save_html(html: str | None, make_page: Callable[[], Page]) -> None:
-    """Write the report, where one was asked for."""
+    """Write the report if it was requested."""
     if html is not None:
-        from oomph.reporting.page.document import save_page
+        from oomph.report.page.document import save_page
 
         save_page(make_page(), html)
 
 
 def save_exports(export: Sequence[str] | None, estimate: Estimate | None) -> None:
-    """Write memory over time, where it was asked for and is known."""
+    """Write memory over time if it was requested and is known."""
     if estimate is not None:
         for path in export or ():
             estimate.export(path)
 
 
 def save_estimate(estimate: Estimate, html: str | None, export: Sequence[str] | None) -> None:
-    """Write what was asked for about an estimate."""
-    from oomph.reporting.page.sources import page_of_estimate
+    """Write the requested files about an estimate."""
+    from oomph.report.page.sources import page_of_estimate
 
     save_html(html, lambda: page_of_estimate(estimate))
     save_exports(export, estimate)

@@ -1,4 +1,4 @@
-"""`--solve`: what it can find out, and the sizes it may try."""
+"""`--solve`: check the question, and set up the sizes to try."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from oomph.cli.options import ANY_GPU, JobOptions
 from oomph.errors import BadInput
 
 if TYPE_CHECKING:
-    from oomph.job import Job
+    from oomph.jobs.job import Job
 
-#: Sequence lengths are solved for in multiples of this, which kernels like and people choose.
+#: Sequence lengths are tried in multiples of this, which suit kernels and are commonly chosen.
 SEQ_STEP = 64
 
 
 def check_solvable(solve: str | None, options: JobOptions, gpu: str) -> None:
-    """Refuse what `--solve` cannot find out, before anything is rehearsed."""
+    """Refuse what `--solve` cannot answer, before anything is rehearsed."""
     if solve is None:
         return
     if solve not in ("batch", "seq"):
@@ -35,11 +35,11 @@ def check_solvable(solve: str | None, options: JobOptions, gpu: str) -> None:
 def sizes(
     solve: str, options: JobOptions, say: Callable[[str], None], function: str
 ) -> dict[str, Any]:
-    """What to vary, and from where, as `largest` and `largest_planned` take it.
+    """The size to vary and its start, as arguments of `largest` and `largest_planned`.
 
-    `function` is the one to ask from Python where the command line cannot.
+    `function` is the Python function that errors suggest where the command line cannot answer.
     """
-    from oomph.job_sources import default_shape, is_factory
+    from oomph.jobs.sources import default_shape, is_factory
 
     model = options.model
     if is_factory(model):

@@ -1,4 +1,4 @@
-"""`oomph train`: a plan, run for real."""
+"""`oomph train`: train under a plan."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from oomph.cli.options import (
 )
 from oomph.cli.saving import check_files, save_html
 from oomph.errors import BadInput
-from oomph.reporting.plans import describe_attempt, describe_plan_briefly
-from oomph.reporting.text import print_table
-from oomph.reporting.trained import describe_step, describe_training
+from oomph.report.plans import describe_attempt
+from oomph.report.text import print_table
+from oomph.report.trained import describe_step, describe_training
 
 if TYPE_CHECKING:
-    from oomph.running.loading import Resumed
-    from oomph.running.training import Trained
+    from oomph.runs.loading import Resumed
+    from oomph.runs.training import Trained
 
 
 @with_groups
@@ -81,15 +81,15 @@ def train(
     with working(f"planning {options.model}") as say:
         import torch
 
-        from oomph.job_sources import job_to_train
-        from oomph.planning.attempt import Attempt, NoPlan, try_plan
-        from oomph.planning.plan import Plan
-        from oomph.reporting.page.sources import page_of_attempt, page_of_training
-        from oomph.running.checkpoint_folder import checkpoints
-        from oomph.running.loading import Stored
-        from oomph.running.run import free_host_memory
-        from oomph.running.training import Saving, Trained, card_of, choose_device
-        from oomph.running.training import train as take_steps
+        from oomph.jobs.sources import job_to_train
+        from oomph.plans.plan import Plan
+        from oomph.report.page.sources import page_of_attempt, page_of_training
+        from oomph.runs.checkpoint_folder import checkpoints
+        from oomph.runs.loading import Stored
+        from oomph.runs.run import free_host_memory
+        from oomph.runs.training import Saving, Trained, card_of, choose_device
+        from oomph.runs.training import train as take_steps
+        from oomph.search.attempt import Attempt, NoPlan, try_plan
 
         target = choose_device(device)
         saved = Plan.load(plan_file) if plan_file is not None else None
@@ -133,7 +133,7 @@ def _check_plan_file(plan_file: str | None, budget: str | None, how: PlanOptions
 
 
 def _tell(resumed: Resumed) -> None:
-    """What was found in a checkpoint, beside the answer."""
+    """Print to stderr what was loaded from a checkpoint."""
     console = Console(stderr=True)
     lines = [
         f"resumed: step {resumed.step} of {resumed.path}",
@@ -145,7 +145,7 @@ def _tell(resumed: Resumed) -> None:
 
 @contextlib.contextmanager
 def _progress(steps: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on a terminal, nothing elsewhere; what it gives is told of each step."""
+    """Show a progress bar if stderr is a terminal; yields the function to call after each step."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -169,7 +169,7 @@ def _print(trained: Trained, as_json: bool) -> int:
         headline, table = describe_training(trained)
         console.print(f"trained: {headline}", soft_wrap=True, highlight=False, markup=False)
         console.print(
-            f"The plan: {describe_plan_briefly(trained.plan)}.",
+            f"The plan: {trained.plan.summary}.",
             soft_wrap=True,
             highlight=False,
             markup=False,

@@ -1,1 +1,1 @@
-"""Data for a run: batches by tokens, packed rows, and the way to the device."""
+"""Data for a run: batches by tokens, packed rows, and prefetching to the device."""

@@ -1,4 +1,4 @@
-"""A job's sample batch in another shape: so many samples of such a length."""
+"""Reshapes a job's sample batch to a given number of samples and length."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import BadInput
-from oomph.job import Job, batch_size, make_batch
+from oomph.jobs.job import Job, batch_size, make_batch
+from oomph.torch_compat.pytree import tree_leaves, tree_map
 
 
 def sequence_length(batch: Any) -> int:
-    """The tokens of a sample in a batch: the second dimension that most of its tensors share."""
+    """Tokens per sample in a batch: the second dimension that most of its tensors share."""
     samples = batch_size(batch)
     named = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if isinstance(named, Tensor):
@@ -31,10 +31,10 @@ def sequence_length(batch: Any) -> int:
 
 
 def in_shape(job: Job, samples: int, length: int) -> Job:
-    """The job with a batch of so many samples of such a length.
+    """The job with a batch of `samples` samples of length `length`.
 
-    Every dimension of the sample batch that is its length becomes the new one; what there is
-    repeats itself or is cut. Tensors that are not per sample stay.
+    Every dimension of the sample batch that equals its length gets the new one; the data is
+    repeated or cut. Tensors that are not per sample stay as they are.
     """
     batch = make_batch(job)
     rows, width = batch_size(batch), sequence_length(batch)
@@ -42,10 +42,10 @@ def in_shape(job: Job, samples: int, length: int) -> Job:
     def reshape(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != rows:
             return leaf
-        leaf = leaf.index_select(0, torch.arange(samples) % rows)
+        leaf = leaf.index_select(0, torch.arange(samples, device=leaf.device) % rows)
         for dim in range(1, leaf.dim()):
             if leaf.shape[dim] == width:
-                leaf = leaf.index_select(dim, torch.arange(length) % width)
+                leaf = leaf.index_select(dim, torch.arange(length, device=leaf.device) % width)
         return leaf
 
     return dataclasses.replace(job, batch=tree_map(reshape, batch))

@@ -1,7 +1,7 @@
-"""Batches of an epoch: another order each time, the same for the same seed, shared out to ranks.
+"""The batches of an epoch: reshuffled each epoch, reproducible by seed, and divided among ranks.
 
-A sampler that derives from this one makes all batches of an epoch; here they are shuffled, given to
-the ranks and counted, so that a resumed run takes the next one. Nothing of the data is read.
+A subclass makes all batches of an epoch; this class shuffles them, assigns them to ranks and counts
+them, so that a resumed run takes the next one. It reads none of the data.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.utils.data import Sampler
 from oomph.data.lengths import Samples
 from oomph.data.waste import Waste
 from oomph.errors import BadInput, WrongCheckpoint
-from oomph.job import check_count
+from oomph.jobs.job import check_count
 
 T = TypeVar("T")
 Uneven = Literal["error", "drop"]
 
 
 class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
-    """A batch sampler of this rank's batches, one epoch for each `for`.
+    """A batch sampler of this rank's batches, one epoch per `for`.
 
-    After `load_state_dict` the first pass is the rest of the one that was saved.
+    After `load_state_dict` the first pass is the rest of the saved one.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         if uneven not in get_args(Uneven):
             raise BadInput(f"uneven is error or drop, not {uneven!r}")
         self.seed, self.shuffle, self.uneven = seed, shuffle, uneven
-        #: Passes that were finished, and batches taken in this one.
+        #: Finished passes, and batches taken in this one.
         self.epoch = self.taken = 0
         #: Whether the next pass is the rest of one.
         self.resuming = False
@@ -57,23 +57,23 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _make_batches(self, order: NDArray[np.int64]) -> list[list[T]]:
-        """All batches of all ranks from samples in this order, those of like cost side by side."""
+        """All batches of all ranks from samples in this order, those of similar cost adjacent."""
 
     @abc.abstractmethod
     def _samples_in(self, batch: list[T]) -> list[int]:
-        """Their indices in the dataset."""
+        """The batch's samples, as indices of the dataset."""
 
     @abc.abstractmethod
     def _computed(self, lengths: list[int], batch: list[T]) -> int:
-        """Tokens of a batch with padding; `lengths` are those of its samples."""
+        """Tokens of a batch including padding; `lengths` are those of its samples."""
 
     @abc.abstractmethod
     def _split(self, batch: list[T]) -> tuple[list[T], list[T]]:
-        """A batch of two samples or more as two smaller ones."""
+        """Split a batch of at least two samples into two smaller ones."""
 
     @abc.abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """What a saved place depends on beside the seed and the world."""
+        """What a saved position depends on besides the seed and the world size."""
 
     def __iter__(self) -> Iterator[list[T]]:
         first = self.taken if self.resuming else 0
@@ -86,16 +86,16 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         self.epoch, self.taken = self.epoch + 1, 0
 
     def __len__(self) -> int:
-        """Batches of this rank in the present epoch; another epoch may have a few more or less."""
+        """Batches of this rank in the current epoch; another epoch may have a few more or fewer."""
         return len(self._steps(self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with this epoch, as samplers of distributed training do."""
-        if epoch != self.epoch:  # set to the epoch that is resumed, the place stays
+        """Start with this epoch, as samplers of distributed training do."""
+        if epoch != self.epoch:  # for the epoch being resumed, the position is kept
             self.epoch, self.taken, self.resuming = epoch, 0, False
 
     def of_all_ranks(self) -> list[list[T]]:
-        """Every batch of the present epoch, step by step and in each from rank to rank."""
+        """Every batch of the current epoch, step by step, and by rank within each step."""
         return [batch for step in self._steps(self.epoch) for batch in step]
 
     @abc.abstractmethod
@@ -109,7 +109,7 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         return max(-(-rows * length // longest) for rows, length in worst), longest
 
     def waste(self) -> Waste:
-        """The padding of the present epoch."""
+        """The padding in the current epoch."""
         batches = self.of_all_ranks()
         indices, known = self.samples.indices.tolist(), self.samples.lengths.tolist()
         length_of = dict(zip(indices, known, strict=True))
@@ -127,11 +127,11 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is."""
+        """The position of the next batch."""
         return {"epoch": self.epoch, "taken": self.taken, "made_from": self._made_from()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass be the rest of the one that was saved."""
+        """Make the next pass the rest of the saved one."""
         saved, now = state_dict["made_from"], self._made_from()
         if different := [name for name in now if saved.get(name) != now[name]]:
             name = different[0]
@@ -143,7 +143,7 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         self.resuming = True
 
     def _made_from(self) -> dict[str, Any]:
-        # The rank is not among them: every rank is at the same step.
+        # The rank is not included: every rank is at the same step.
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -155,7 +155,7 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         }
 
     def _steps(self, epoch: int) -> list[list[list[T]]]:
-        """For each step of an epoch the batch of each rank."""
+        """For each step of an epoch, the batch of each rank."""
         if self._made is None or self._made[0] != epoch:
             self._made = epoch, self._make_steps(epoch)
         return self._made[1]
@@ -165,7 +165,7 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         count = len(self.samples.indices)
         order = random.permutation(count) if self.shuffle else np.arange(count)
         batches = self._even_out(self._make_batches(order), random)
-        # Ranks wait for the slowest of a step, so neighbours go to the same one.
+        # Ranks wait for a step's slowest one, so adjacent batches go to the same step.
         steps = [batches[at : at + self.world] for at in range(0, len(batches), self.world)]
         if not self.shuffle:
             return steps
@@ -174,7 +174,7 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
         return [steps[at] for at in random.permutation(len(steps))]
 
     def _even_out(self, batches: list[list[T]], random: np.random.Generator) -> list[list[T]]:
-        """As many batches for each rank, by splitting some; samples are not lost nor repeated."""
+        """Split batches until each rank has the same number; no sample is lost or repeated."""
         while surplus := len(batches) % self.world:
             sizes = [len(self._samples_in(batch)) for batch in batches]
             largest = sizes.index(max(sizes))
@@ -186,7 +186,7 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
     def _drop(
         self, batches: list[list[T]], surplus: int, random: np.random.Generator
     ) -> list[list[T]]:
-        """Where every batch is one sample and their number does not divide."""
+        """Drop surplus batches if each is one sample and the ranks do not divide their number."""
         if len(batches) < self.world:
             raise BadInput(f"{self.world} ranks need a sample each, and there are {len(batches)}")
         if self.uneven == "error":
@@ -200,5 +200,5 @@ class EpochBatches(Sampler[list[T]], abc.ABC, Generic[T]):
 
 
 def _fingerprint(numbers: NDArray[np.int64]) -> str:
-    """Tells one dataset's lengths from another's."""
+    """A hash that tells one dataset's lengths from another's."""
     return hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""How long samples are: checked once, with those that are too long refused, cut or left out."""
+"""Checks the lengths of samples, and refuses, cuts or skips those that are too long."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from oomph.errors import BadInput
 TooLong = Literal["error", "truncate", "skip"]
 Lengths = Sequence[int] | NDArray[np.integer[Any]]
 
-#: How many samples an error names; the rest it counts.
+#: How many samples an error message names; it counts the rest.
 NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The samples that take part, and what was done with those that were too long."""
+    """The samples in use, and what was done with those that were too long."""
 
     indices: NDArray[np.int64]
-    """Of the dataset, in its order."""
+    """Indices of the dataset, in its order."""
     lengths: NDArray[np.int64]
-    """In tokens, as they take part."""
+    """In tokens, after any truncation."""
     truncated: int
     tokens_cut: int
-    """From the ends of those truncated."""
+    """Tokens cut from the ends of truncated samples."""
     skipped: int
 
     @property
     def tokens(self) -> int:
-        """Real ones, that is without padding."""
+        """Tokens without padding."""
         return int(self.lengths.sum())
 
 
 def check_lengths(lengths: Lengths, *, longest: int, too_long: TooLong) -> Samples:
-    """The samples of up to `longest` tokens; `too_long` says what becomes of the others."""
+    """The samples of up to `longest` tokens; `too_long` says what to do with longer ones."""
     if too_long not in get_args(TooLong):
         choices = ", ".join(get_args(TooLong))
         raise BadInput(f"too_long is one of {choices}, not {too_long!r}")

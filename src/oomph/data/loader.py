@@ -1,4 +1,4 @@
-"""A loader that keeps its place: where the step is, not where its workers are."""
+"""A loader that tracks the position of the training step rather than of its workers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from oomph.errors import BadInput
 
 
 class Loader:
-    """The samples of a dataset in the batches that a sampler makes, loaded by worker processes.
+    """Loads the batches of a sampler from a dataset in worker processes.
 
-    `run.batches(loader)` saves its place with the run; a resumed one loads nothing twice. So a
-    dataset that draws random numbers, as for augmentation, draws others after that.
+    `run.batches(loader)` saves its position with the run; a resumed run loads nothing twice. So a
+    dataset that draws random numbers, as for augmentation, draws different ones after resuming.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Loader:
         prefetch: int = 2,
         **options: Any,
     ) -> None:
-        """`prefetch` batches are loaded ahead by each worker; `options` are a `DataLoader`'s."""
+        """Each worker loads `prefetch` batches ahead; `options` are passed to `DataLoader`."""
         if workers < 0 or prefetch < 1:
             raise BadInput("a loader has no or more workers, and each loads at least one batch")
         self.batches = batches
@@ -44,8 +44,8 @@ class Loader:
         self._place: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Open a pass; workers begin at once."""
-        if self._place is not None:  # broken off: workers may have been given the whole epoch
+        """Open a pass; workers start at once."""
+        if self._place is not None:  # interrupted: workers may have been given the whole epoch
             self.set_epoch(self._place[0])
         state = self.batches.state_dict()
         first = state["taken"] if self.batches.resuming else 0
@@ -59,20 +59,20 @@ class Loader:
         self._place = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with this epoch."""
+        """Start with this epoch."""
         self.batches.epoch, self.batches.taken, self._place = epoch, 0, None
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is."""
+        """The position of the next batch."""
         state = self.batches.state_dict()
         if self._place is not None:  # workers were given more batches than came back
             state["epoch"], state["taken"] = self._place
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass be the rest of the one that was saved."""
+        """Make the next pass the rest of the saved one."""
         self.batches.load_state_dict(state_dict)
         self._place = None

@@ -1,7 +1,7 @@
-"""Packed rows: what keeps the samples of a row apart, and a check that a model does.
+"""Packed rows: keeps the samples of a row apart, and checks that a model does.
 
-Positions begin again with every sample. That is all a model of transformers needs to see where one
-ends, if it is given no attention mask and keeps no cache; `block_diagonal_mask` is for others.
+Positions restart with every sample. That is enough for transformers models to see the boundaries,
+if they get no attention mask and keep no cache; `block_diagonal_mask` is for other models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from oomph.data.packing import Row
 from oomph.data.samples import IGNORED, tokens_and_labels
 from oomph.errors import BadInput
-from oomph.techniques.micro_batch import in_evaluation
+from oomph.techniques.parts_trial import in_evaluation
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -31,10 +31,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 def pack_row(samples: Sequence[Any], *, length: int, pad_token: int = 0) -> dict[str, Tensor]:
-    """Samples behind each other: tokens, labels, and positions that begin again with each.
+    """Concatenate samples: tokens, labels, and positions that restart with each sample.
 
-    A sample's first token is not learned: it would be predicted from the one before, which is
-    another sample's. What is left of the row is padding, a sample of its own that is not learned.
+    A sample's first token is not learned: it would be predicted from another sample's token. The
+    rest of the row is padding, treated as a separate sample that is not learned.
     """
     pairs = [tokens_and_labels(sample, length) for sample in samples]
     lengths = [len(tokens) for tokens, _ in pairs]
@@ -43,38 +43,38 @@ def pack_row(samples: Sequence[Any], *, length: int, pad_token: int = 0) -> dict
             f"samples of {', '.join(map(str, lengths))} tokens do not go into a row of {length}:"
             " are the lengths given to PackedBatches those of this dataset?"
         )
-    ids = torch.full((length,), pad_token, dtype=torch.long)
-    targets = torch.full((length,), IGNORED, dtype=torch.long)
-    positions = torch.arange(length)
+    ids = torch.full((length,), pad_token, dtype=torch.long, device="cpu")
+    targets = torch.full((length,), IGNORED, dtype=torch.long, device="cpu")
+    positions = torch.arange(length, device="cpu")
     at = 0
     for tokens, labels in pairs:
         end = at + len(tokens)
         ids[at:end] = tokens
         targets[at + 1 : end] = labels[1:]
-        positions[at:end] = torch.arange(len(tokens))
+        positions[at:end] = torch.arange(len(tokens), device="cpu")
         at = end
-    positions[at:] = torch.arange(length - at)
+    positions[at:] = torch.arange(length - at, device="cpu")
     return {"input_ids": ids, "position_ids": positions, "labels": targets}
 
 
 def sample_numbers(position_ids: Tensor) -> Tensor:
-    """For each token of packed rows which sample of its row it belongs to, from 0."""
+    """For each token of packed rows, the index of its sample in the row, from 0."""
     begins = position_ids == 0
     return begins.cumsum(-1) - 1
 
 
 def block_diagonal_mask(position_ids: Tensor, *, causal: bool = True) -> Tensor:
-    """Rows × 1 × length × length: true where a token may look at another, as
-    `scaled_dot_product_attention` takes it."""
+    """A mask of rows × 1 × length × length for `scaled_dot_product_attention`: true where a
+    token may attend to another."""
     number = sample_numbers(position_ids)
     mask = number[:, None, :, None] == number[:, None, None, :]
     return mask.tril() if causal else mask
 
 
 def for_flash_attention(batch: dict[str, Any]) -> dict[str, Any]:
-    """A packed batch as one long row with the bounds of its samples, which flash-attn needs.
+    """A packed batch as one long row with the bounds of its samples, as flash-attn needs it.
 
-    Its kernels tell samples apart in a batch of a single row only.
+    Its kernels keep samples apart only in a batch of a single row.
     """
     flat = {name: value.reshape(1, -1) for name, value in batch.items()}
     begins = torch.nonzero(flat["position_ids"][0] == 0)[:, 0]
@@ -92,10 +92,10 @@ def for_flash_attention(batch: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_packing(model: nn.Module, batch: dict[str, Any]) -> None:
-    """Refuse a model that lets a sample of a packed row see another.
+    """Refuse a model in which a sample of a packed row sees another.
 
-    The first sample of each row is replaced by other tokens: what the model says of the later ones
-    must not change. Takes the memory of two forwards.
+    The first sample of each row is replaced by other tokens: the model's output for the later ones
+    must not change. Needs memory for two forwards.
     """
     positions = batch["position_ids"]
     first = sample_numbers(positions) == 0
@@ -105,13 +105,13 @@ def check_packing(model: nn.Module, batch: dict[str, Any]) -> None:
     changed = {**inputs, "input_ids": _with_others(batch["input_ids"], first)}
     with in_evaluation(model):
         there, other = (_logits(model(**one))[~first] for one in (inputs, changed))
-    # Kernels may add up in another order; what a neighbour leaks is of the size of the logits.
+    # Kernels may sum in another order; a leak changes outputs by the magnitude of the logits.
     if not torch.allclose(there, other, rtol=1e-3, atol=1e-3 * float(there.abs().max())):
         raise BadInput(_leak_advice(model))
 
 
 def _with_others(ids: Tensor, where: Tensor) -> Tensor:
-    """Other tokens of the batch there, for those are in the vocabulary."""
+    """Replace tokens there by others of the batch, which are in the vocabulary."""
     for shift in range(1, ids.numel()):
         changed = torch.where(where, ids.flatten().roll(shift).reshape(ids.shape), ids)
         if not torch.equal(changed, ids):

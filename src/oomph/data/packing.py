@@ -1,7 +1,7 @@
-"""Packing: several samples behind each other in one row, so that nothing is padded.
+"""Packing: several samples concatenated in one row, so that little is padded.
 
-Rows are all of one length, so one plan, one compiled block and one CUDA graph are for all of them.
-What keeps samples apart is in `packed_rows.py`.
+All rows have one length, so one plan, one compiled block and one CUDA graph serve all of them.
+`packed_rows.py` keeps the samples apart.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from oomph.data.epochs import EpochBatches, Uneven
 from oomph.data.lengths import Lengths, TooLong, check_lengths
-from oomph.job import check_count
+from oomph.jobs.job import check_count
 
-#: Samples that are packed together: more of them fit better, fewer mix better.
+#: Samples that are packed together: more pack better, fewer mix better.
 WINDOW = 4096
 
 #: The samples of one row.
@@ -27,8 +27,8 @@ Row = tuple[int, ...]
 class PackedBatches(EpochBatches[Row]):
     """A batch sampler over a `PackedDataset`: `rows` rows of `length` tokens, each sample once.
 
-    Within a window of the shuffled epoch each sample, the longest first, goes to the row that it
-    leaves the least room in. The last batches of an epoch may have fewer rows.
+    Within a window of the shuffled epoch each sample, the longest first, goes to the row where it
+    leaves the least room. The last batches of an epoch may have fewer rows.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class PackedBatches(EpochBatches[Row]):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of `room` that hold everything, as places in `lengths`: best fit, longest first."""
+    """Best fit, longest first: rows of size `room` that hold all, as indices of `lengths`."""
     rows: list[list[int]] = []
-    #: Room left and the row it is in, by room.
+    #: Remaining room and the row it is in, sorted by room.
     left: list[tuple[int, int]] = []
-    # Stable: those of one length stay in their order.
+    # Stable: samples of equal length keep their order.
     for at in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
         found = bisect.bisect_left(left, (lengths[at], -1))
         if found == len(left):

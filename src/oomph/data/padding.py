@@ -1,4 +1,4 @@
-"""Samples of several lengths as one batch, padded to the longest."""
+"""Pads samples of different lengths to the longest, as one batch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def pad_samples(
     pairs = [tokens_and_labels(sample, longest) for sample in samples]
     most = max(len(tokens) for tokens, _ in pairs)
     shape = len(pairs), -(-most // multiple) * multiple
-    ids = torch.full(shape, pad_token, dtype=torch.long)
-    targets = torch.full(shape, IGNORED, dtype=torch.long)
-    mask = torch.zeros(shape, dtype=torch.long)
+    ids = torch.full(shape, pad_token, dtype=torch.long, device="cpu")
+    targets = torch.full(shape, IGNORED, dtype=torch.long, device="cpu")
+    mask = torch.zeros(shape, dtype=torch.long, device="cpu")
     for row, (tokens, labels) in enumerate(pairs):
         ids[row, : len(tokens)] = tokens
         targets[row, : len(tokens)] = labels

@@ -1,9 +1,9 @@
-"""Batches on the device before they are asked for.
+"""Prefetches batches to the device before they are requested.
 
-A thread takes batches from the loader and puts them into staging memory. Whoever asks for a batch
-also starts the copies of the next ones, on a stream beside the one that computes: they run during
-the step. Their memory is the computing stream's, taken between two steps and freed like that of any
-other tensor, so it is the same in every run and may be counted.
+A thread takes batches from the loader and puts them into staging memory. A request for a batch also
+starts the copies of the next ones, on a separate stream: they run during the step. Their device
+memory belongs to the computing stream; it is allocated between two steps and freed like that of any
+other tensor, so it is the same in every run and can be predicted.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ import torch
 from oomph.data.staging import Slot
 from oomph.data.waiting import make_waiting
 from oomph.errors import BadInput
-from oomph.host.cuda_link import CudaLink
-from oomph.host.link import Copy, Link
-from oomph.job import check_count
+from oomph.jobs.job import check_count
+from oomph.memory.cuda_link import CudaLink
+from oomph.memory.link import Copy, Link
 
-#: Beside those on the device one batch is being staged and one is ready to be sent.
+#: Besides the batches on the device, one is being staged and one is ready to be sent.
 STAGED = 2
 
 
 class Prefetcher:
-    """A loader whose batches come on the device, up to `depth` of them ahead of the step.
+    """A loader whose batches are on the device, up to `depth` of them ahead of the step.
 
-    On the CPU a thread fetches them ahead, and that is all. What else the loader has is there
-    too: its length, its sampler, its place. A loader that draws random numbers in this process,
-    rather than in workers or from a generator of its own, draws them at another time than without.
+    On the CPU, a thread only fetches them ahead. Other attributes of the loader are available, too:
+    its length, its sampler, its position. A loader that draws random numbers in this process,
+    rather than in workers or from its own generator, draws them at other times than without
+    prefetching.
     """
 
     def __init__(
@@ -58,22 +59,22 @@ class Prefetcher:
         self._waiting = make_waiting(self.device)
         self._pass: weakref.ref[_Pass] | None = None
         self._feed: _Feed | None = None
-        #: Where the loader was after the batch that was last handed out.
+        #: The loader's position after the last batch that was handed out.
         self._place: Any = None
         self._closed = False
 
     @property
     def waited(self) -> tuple[float, ...]:
-        """Seconds that the device waited for each batch so far: on a GPU, those it was idle."""
+        """Seconds that the device waited for each batch so far: on a GPU, its idle time."""
         return self._waiting.seconds()
 
     @property
     def host_bytes(self) -> int:
-        """Staging memory, pinned where there is a GPU."""
+        """Staging memory, pinned if there is a GPU."""
         return sum(slot.nbytes for slot in self._slots if slot is not None)
 
     def __iter__(self) -> Iterator[Any]:
-        """Open the loader, now and in this thread, and begin to fetch."""
+        """Open the loader in the calling thread, and start fetching."""
         if self._closed:
             raise BadInput("this prefetcher is closed; make another one for the same loader")
         self._end_pass()
@@ -87,7 +88,7 @@ class Prefetcher:
         return len(self._loader)
 
     def close(self) -> None:
-        """End the thread, wait for copies and give the memory back."""
+        """End the thread, wait for copies and free the memory."""
         self._end_pass()
         self._closed = True
         if self._link is not None:
@@ -106,7 +107,7 @@ class Prefetcher:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is not here. The loader's place is where the step is, not the thread.
+        # Only for missing attributes. The reported position is the step's, not the thread's.
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._loader, name)
@@ -129,7 +130,7 @@ class Prefetcher:
         if one is not None:
             one.end()
         if self._feed is not None:
-            self._feed.join()  # of a pass that was forgotten, its thread may still fetch
+            self._feed.join()  # the thread of a forgotten pass may still fetch
         self._pass = self._feed = None
 
 
@@ -138,9 +139,9 @@ class _Pass(Iterator[Any]):
 
     def __init__(self, prefetcher: Prefetcher, feed: _Feed) -> None:
         self._prefetcher, self._feed = prefetcher, feed
-        #: On their way to the device, the next one first.
+        #: Batches on their way to the device, the next one first.
         self._sent: deque[_Sent] = deque()
-        # The thread knows the feed and not this pass, so this pass can be forgotten.
+        # The thread references the feed and not this pass, so this pass can be collected.
         self.end = weakref.finalize(self, _end_pass, feed, self._sent)
         feed.start()
 
@@ -167,7 +168,7 @@ class _Pass(Iterator[Any]):
             try:
                 self._send(ready)
             except torch.OutOfMemoryError:
-                return  # no room ahead of the step: it is sent when it is asked for
+                return  # no room ahead of the step: it is sent when it is requested
 
     def _send(self, fetched: _Fetched) -> None:
         batch, copies = fetched.batch, list[Copy]()
@@ -175,7 +176,7 @@ class _Pass(Iterator[Any]):
             try:
                 batch, copies = fetched.slot.send(batch, self._prefetcher.device)
             except BaseException:
-                self._feed.put_back(fetched)  # whoever asks again gets this batch
+                self._feed.put_back(fetched)  # the next request gets this batch
                 raise
         if fetched.error is None:
             self._feed.give_back(fetched)
@@ -184,10 +185,10 @@ class _Pass(Iterator[Any]):
 
 
 def _end_pass(feed: _Feed, sent: deque[_Sent]) -> None:
-    """Have the thread end; nothing is freed that a copy still writes to.
+    """End the thread; frees nothing that a copy still writes to.
 
-    It waits for the card at most: a garbage collector may call it anywhere, also inside of
-    `threading`, with locks held that an ending thread needs.
+    It waits for the GPU at most: a garbage collector may call it anywhere, even inside `threading`
+    while it holds locks that an ending thread needs.
     """
     feed.close()
     for one in sent:
@@ -198,7 +199,7 @@ def _end_pass(feed: _Feed, sent: deque[_Sent]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fetched:
-    """A batch in its slot; or the error that came instead of one, which is the end."""
+    """A batch in its slot; or, at the end, the error raised instead of one."""
 
     batch: Any = None
     slot: Slot | None = None
@@ -217,7 +218,7 @@ class _Sent:
 
 
 class _Feed:
-    """What the thread has fetched; it waits while all slots are full."""
+    """The batches that the thread has fetched; it waits while all slots are full."""
 
     def __init__(
         self,
@@ -234,15 +235,15 @@ class _Feed:
         self._thread = threading.Thread(target=self._run, name="oomph-prefetch", daemon=True)
 
     def start(self) -> None:
-        """Begin to fetch."""
+        """Start fetching."""
         _running.add(self)
         self._thread.start()
 
     def take(self) -> _Fetched:
-        """The next batch, when it is there."""
+        """The next batch, once it is there."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._closed)
-            # After its end a pass goes on ending, as iterators do.
+            # After its end a pass keeps raising StopIteration, as iterators do.
             return self._ready.popleft() if self._ready else _Fetched(error=StopIteration())
 
     def take_ready(self) -> _Fetched | None:
@@ -251,18 +252,18 @@ class _Feed:
             return self._ready.popleft() if self._ready else None
 
     def put_back(self, fetched: _Fetched) -> None:
-        """It was taken in vain: it is the next one still."""
+        """Return a batch that could not be sent: it is the next one again."""
         with self._changed:
             self._ready.appendleft(fetched)
 
     def give_back(self, fetched: _Fetched) -> None:
-        """Its slot may be filled again, once its copies are done."""
+        """Release a batch's slot, to be filled again once its copies are done."""
         with self._changed:
             self._free.append(fetched.slot)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Have the thread end, after the batch that it is fetching."""
+        """End the thread after the batch that it is fetching."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -288,19 +289,19 @@ class _Feed:
             self._end_batches()
 
     def _fetch(self) -> _Fetched:
-        """The next batch; or what was raised, StopIteration too, for whoever asks for it."""
+        """The next batch; or the exception, even StopIteration, to raise when it is requested."""
         try:
             batch = next(self._batches)
             slot = self._free.popleft()
             staged = batch
             if slot is not None:
-                with self._on_device():  # pinning makes a context where there is none
+                with self._on_device():  # pinning creates a context if there is none
                     staged = slot.stage(batch)
             return _Fetched(batch=staged, slot=slot, place=self._place())
         except StopIteration as end:
             return _Fetched(place=self._place(), error=end)
         except BaseException as error:
-            return _Fetched(error=error)  # the place stays before the batch that failed
+            return _Fetched(error=error)  # the position stays before the batch that failed
 
     def _on_device(self) -> AbstractContextManager[Any]:
         if self._device.type == "cuda":
@@ -308,7 +309,7 @@ class _Feed:
         return contextlib.nullcontext()
 
     def _end_batches(self) -> None:
-        """Generators and workers end with their thread."""
+        """Close generators and workers together with their thread."""
         close = getattr(self._batches, "close", None)
         if close is not None:
             with contextlib.suppress(Exception):
@@ -316,13 +317,13 @@ class _Feed:
         del self._batches
 
 
-#: Those whose threads may be running: a thread knows its feed.
+#: Feeds whose threads may be running: a thread references its feed.
 _running: weakref.WeakSet[_Feed] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
-    """No thread runs on into the end of the interpreter."""
+    """Stop all threads before the interpreter exits."""
     for feed in list(_running):
         feed.close()
         feed.join()

@@ -1,22 +1,22 @@
-"""What batches cost that are on the device before their step."""
+"""Device memory of prefetched batches."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from oomph.job import check_count
+from oomph.jobs.job import check_count
+from oomph.torch_compat.pytree import tree_leaves
 
-#: The allocator's unit.
+#: The allocator's rounding unit.
 ROUND = 512
 
 
 def prefetched_bytes(batch: Any, depth: int) -> int:
     """Device memory of `depth` batches like this one, as PyTorch's allocator counts it.
 
-    Take it off the budget of a plan whose run prefetches so deep.
+    Subtract it from the budget of a plan whose run prefetches that many.
     """
     if not depth:
         return 0

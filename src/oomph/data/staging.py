@@ -1,7 +1,7 @@
-"""Staging: host memory that batches pass through on their way to the device, used again and again.
+"""Staging: reused host memory through which batches pass on their way to the device.
 
-The card copies by itself from pinned memory only, and pinning takes longer than copying. So each
-slot holds its memory for good, and grows when a larger batch comes.
+The GPU can copy asynchronously only from pinned memory, and pinning takes longer than copying. So
+each slot keeps its memory, and grows when a larger batch comes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from oomph.host.link import Copy, Link
+from oomph.memory.link import Copy, Link
+from oomph.torch_compat.pytree import tree_flatten, tree_unflatten
 
-#: Tensors begin at multiples of this, which suits every dtype.
+#: Alignment of tensors, which suits every dtype.
 ALIGNMENT = 64
 
 
@@ -24,18 +24,18 @@ class Slot:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._memory: Tensor | None = None
-        #: Those that read from here.
+        #: Copies that read from it.
         self._copies: list[Copy] = []
 
     @property
     def nbytes(self) -> int:
-        """Host memory held."""
+        """Bytes of host memory held."""
         return 0 if self._memory is None else self._memory.numel()
 
     def stage(self, batch: Any) -> Any:
-        """The batch with its tensors copied here; waits until the last one was read.
+        """The batch with its tensors copied here; first waits until the last batch was read.
 
-        What is on a device already, or is no tensor, stays as it is.
+        Tensors already on a device, and other objects, stay as they are.
         """
         self.finish()
         leaves, structure = tree_flatten(batch)
@@ -50,7 +50,7 @@ class Slot:
         return tree_unflatten(leaves, structure)
 
     def send(self, staged: Any, device: torch.device) -> tuple[Any, list[Copy]]:
-        """Start copying; the batch on the device may be used once its copies are waited for."""
+        """Start copying; the batch on the device may be used once its copies were waited for."""
         leaves, structure = tree_flatten(staged)
         try:
             for at, leaf in enumerate(leaves):
@@ -63,7 +63,7 @@ class Slot:
         return tree_unflatten(leaves, structure), list(self._copies)
 
     def finish(self) -> None:
-        """Wait for the copies from here."""
+        """Wait for the copies from this slot."""
         for copy in self._copies:
             copy.finish()
         self._copies = []
@@ -85,5 +85,5 @@ def _aligned(nbytes: int) -> int:
 
 
 def _dense_strides(leaf: Tensor) -> tuple[int, ...]:
-    """Its own where it leaves no gaps, as channels-last does; else those of a contiguous one."""
+    """The tensor's own strides if they leave no gaps, as channels-last; else contiguous ones."""
     return torch.empty_like(leaf, device="meta").stride()

@@ -1,7 +1,7 @@
-"""Batches of about as many tokens each, from samples of any length.
+"""Batches of about equally many tokens, from samples of any length.
 
-Samples of like length go together, so there is little to pad; how many depends on how long they
-are, so a batch of the longest takes no more memory than was planned for.
+Samples of similar length go together, so there is little padding. The number of samples depends on
+their length, so a batch of the longest takes no more memory than was planned for.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from oomph.data.epochs import EpochBatches, Uneven
 from oomph.data.lengths import Lengths, TooLong, check_lengths
 from oomph.errors import BadInput
-from oomph.job import check_count
+from oomph.jobs.job import check_count
 
-#: Samples that are sorted by length together: more of them pad less, fewer mix better.
+#: Samples that are sorted by length together: more pad less, fewer mix better.
 WINDOW = 8192
 
 
 class TokenBatches(EpochBatches[int]):
     """A batch sampler for `DataLoader(batch_sampler=…)`: lists of samples, each once per epoch.
 
-    A batch of n samples, padded to the longest of them, is at most `tokens`. An epoch is shuffled,
-    sorted by length within windows, cut into batches, and the batches are shuffled.
+    A batch, padded to its longest sample, has at most `tokens` tokens. An epoch is shuffled, sorted
+    by length within windows and cut into batches, and the batches are shuffled.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class TokenBatches(EpochBatches[int]):
         world: int = 1,
         uneven: Uneven = "error",
     ) -> None:
-        """`longest` is the most tokens a sample may have, all of `tokens` if it is not given.
+        """`longest` is the most tokens a sample may have, by default all of `tokens`.
 
-        Samples are padded to a `multiple`, and a batch has no more `samples` than that. Whoever
-        loads the samples cuts those that are to be truncated: `pad_samples` does.
+        Samples are padded to a `multiple`, and a batch has at most `samples` samples. Truncation is
+        up to the code that loads the samples: `pad_samples` does it.
         """
         self.tokens = check_count("the tokens of a batch", tokens)
         self.multiple = check_count("the multiple", multiple)
@@ -65,8 +65,8 @@ class TokenBatches(EpochBatches[int]):
     def worst_shapes(self) -> tuple[tuple[int, int], ...]:
         """Samples and padded length of the largest batches of any epoch, the longest first.
 
-        Every batch is as short as one of these and has no more tokens. Where `tokens` is a multiple
-        of the longest sample's padded length there is only one.
+        Every batch is no longer than one of these and has no more tokens than it. If `tokens` is a
+        multiple of the longest sample's padded length, there is only one.
         """
         lengths, counts = np.unique(self._padded, return_counts=True)
         shorter = np.cumsum(counts)  # samples of this length or less
@@ -81,13 +81,13 @@ class TokenBatches(EpochBatches[int]):
         batches: list[list[int]] = []
         for at in range(0, len(order), self._window):
             window = order[at : at + self._window]
-            # Stable: those of one length stay shuffled.
+            # Stable: samples of equal length stay shuffled.
             window = window[np.argsort(self._padded[window], kind="stable")]
             batches += self._cut(window)
         return batches
 
     def _cut(self, window: NDArray[np.int64]) -> list[list[int]]:
-        """Samples from the longest down, as many to a batch as go in."""
+        """Samples from the longest down, as many per batch as fit."""
         batches: list[list[int]] = []
         room = 0
         indices, padded = self.samples.indices, self._padded

@@ -1,4 +1,4 @@
-"""How many tokens a batch may have: the most whose longest batch is predicted to fit."""
+"""Finds the most tokens per batch for which the longest batch is predicted to fit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from oomph.data.batch_shapes import in_shape
 from oomph.data.lengths import Lengths, check_lengths
 from oomph.data.prefetch_memory import prefetched_bytes
 from oomph.errors import BadInput, DoesNotFit
-from oomph.estimation import Estimate, estimate
-from oomph.gpus import GPU, find_gpu
-from oomph.job import Job, check_count, make_batch
-from oomph.planning.limits import MOST, Limit, Search
+from oomph.hardware import GPU, find_gpu
+from oomph.jobs.job import Job, check_count, make_batch
 from oomph.rehearsal.allocator import AllocatorSettings
+from oomph.rehearsal.estimation import Estimate, estimate
 from oomph.rehearsal.phases import PHASES
+from oomph.search.limits import MOST, Limit, Search
 from oomph.units import format_bytes, parse_bytes
 
-#: A job for a batch of so many samples of such a length.
+#: Makes a job with a batch of the given number of samples and length.
 MakeShape = Callable[[int, int], Job]
 
 
@@ -38,12 +38,12 @@ def tokens_that_fit(
     """The most tokens for `TokenBatches(lengths, tokens=…)` with which every batch fits.
 
     The answer, its `value`, is a whole number of the longest samples, so that their batch is the
-    largest in length and in tokens. It is rehearsed, and so is a batch of the shortest. `job` makes
-    a job of so many samples of such a length, or is one whose batch can be stretched. `prefetch`
-    batches more are on the device meanwhile. Where not even one of the longest samples fits, that
-    raises `DoesNotFit`, which names it and the length that does.
+    largest in length and in tokens. That batch is rehearsed, and so is one of the shortest samples.
+    `job` makes a job of so many samples of such a length, or is one whose batch can be stretched.
+    `prefetch` more batches are on the device meanwhile. If not even one of the longest samples
+    fits, this raises `DoesNotFit`, which names it and the length that does.
 
-    Batches of many shapes leave gaps between them in PyTorch's memory; with the `allocator` setting
+    Batches of many shapes fragment PyTorch's memory; with the `allocator` setting
     `expandable_segments:True`, here and in the run, they hardly do.
     """
     began = time.perf_counter()
@@ -68,8 +68,8 @@ def tokens_that_fit(
     search = Search(make_job=make_job, predict=lambda job, _: predict(job), step=1)
     search.run(1)
     while search.fitting is not None and least < most:
-        # More and shorter samples have as many tokens, but may cost something each: only the answer
-        # is asked that, and where they do not fit, it is looked for below.
+        # More and shorter samples have as many tokens, but may each add some memory: only the
+        # answer is checked for that, and if they do not fit, a smaller one is searched for below.
         rows = search.fitting
         others = predict(question.make_shape(min(rows * most // least, count), least))
         search.tried[rows] = max(search.tried[rows], others, key=_tightness)
@@ -95,13 +95,13 @@ def tokens_that_fit(
 
 
 def _tightness(one: Estimate) -> tuple[bool, int]:
-    """What does not fit comes last, whatever it needs: that is known to 1 % only."""
+    """What does not fit comes last, whatever it needs, since that is known only to 1 %."""
     return not one.fits, one.smallest_budget
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What is asked of every shape."""
+    """What every shape is rehearsed with."""
 
     make_shape: MakeShape
     card: GPU | None
@@ -141,7 +141,7 @@ class _Question:
         )
 
     def refusal(self, index: int, length: int, multiple: int, found: Estimate) -> DoesNotFit:
-        """Says which sample is too long, and how long one may be."""
+        """The error that says which sample is too long, and how long one may be."""
         words = (
             f"not even one sample of {length:,} tokens, as sample {index}, fits"
             f" {format_bytes(self.budget)}: it needs {format_bytes(found.smallest_budget)}"

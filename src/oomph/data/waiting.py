@@ -1,4 +1,4 @@
-"""How long the device waited for data, batch by batch."""
+"""Measures how long the device waited for data, batch by batch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 
 class HostWaiting:
-    """Seconds of the host, which is the device where there is no GPU."""
+    """Host seconds; without a GPU, the host is the device."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._began = 0.0
 
     def begin(self) -> None:
-        """A batch was asked for."""
+        """A batch was requested."""
         self._began = time.perf_counter()
 
     def end(self) -> None:
-        """It is there."""
+        """The batch is there."""
         self._seconds.append(time.perf_counter() - self._began)
 
     def seconds(self) -> tuple[float, ...]:
-        """For each batch so far."""
+        """Seconds for each batch so far."""
         return tuple(self._seconds)
 
 
 class CudaWaiting:
-    """Seconds that the computing stream had nothing to do but wait for a batch.
+    """Seconds in which the computing stream was idle, waiting for a batch.
 
-    An event behind the last work that was given, and one behind the batch: where the GPU is still
-    busy when the batch arrives there is nothing between them, however long the host waited.
+    They are measured between an event after the last queued work and one after the batch: if the
+    GPU is still busy when the batch arrives they coincide, however long the host waited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,18 +42,18 @@ class CudaWaiting:
         self._began: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """A batch was asked for."""
+        """A batch was requested."""
         self._began = self._record()
 
     def end(self) -> None:
-        """The computing stream was told to wait for it."""
+        """The computing stream was made to wait for it."""
         assert self._began is not None
         self._open.append((self._began, self._record()))
         while self._open and self._open[0][1].query():
             self._close_oldest()
 
     def seconds(self) -> tuple[float, ...]:
-        """For each batch so far; waits until the last one is on the device."""
+        """Seconds for each batch so far; waits until the last one is on the device."""
         if self._open:
             self._open[-1][1].synchronize()
         while self._open:
@@ -71,5 +71,5 @@ class CudaWaiting:
 
 
 def make_waiting(device: torch.device) -> HostWaiting | CudaWaiting:
-    """The one for this device."""
+    """The timer for this device."""
     return CudaWaiting(device) if device.type == "cuda" else HostWaiting()

@@ -1,4 +1,4 @@
-"""How much of what the device computes on is padding."""
+"""How much of the device's computation is on padding."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Waste:
     samples: int
     batches: int
     tokens: int
-    """Of the samples."""
+    """Tokens of the samples."""
     computed: int
-    """With padding."""
+    """Tokens including padding."""
     truncated: int
     """Samples that were cut."""
     tokens_cut: int
     skipped: int
-    """Samples left out because they are too long."""
+    """Samples skipped because they are too long."""
     dropped: int
-    """Samples left out of this epoch because the ranks could not share them."""
+    """Samples left out of this epoch because the ranks could not share them evenly."""
 
     @property
     def padding(self) -> float:
-        """The part of the computed tokens that is padding."""
+        """The share of computed tokens that is padding."""
         return 1 - self.tokens / self.computed
 
     def as_dict(self) -> dict[str, Any]:

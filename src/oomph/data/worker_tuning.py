@@ -1,4 +1,4 @@
-"""How many worker processes feed a step: a few settings are tried, and the fastest is kept."""
+"""Tries some numbers of worker processes to feed a step, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import torch
 
 from oomph.data.prefetch import Prefetcher
 from oomph.errors import BadInput
-from oomph.job import check_count
-from oomph.running.random_state import random_state_kept
+from oomph.jobs.job import check_count
+from oomph.process.random_state import random_state_kept
 
-#: Opens a loader with so many workers, each of which loads so many batches ahead.
+#: Opens a loader with the given numbers of workers and of batches that each loads ahead.
 MakeLoader = Callable[[int, int], Iterable[Any]]
 Clock = Callable[[], float]
 
-#: Batches that fill queues and warm up, and count for nothing.
+#: Batches that fill queues and warm up; they are not timed.
 WARM_UP = 2
-#: A device that waits less than this part of a step is fed.
+#: A device counts as fed if it waits for less than this share of a step.
 FED = 0.01
-#: A setting is faster by this part of a step or not at all: the rest is noise.
+#: Smaller differences than this share of a step are noise.
 FASTER = 0.02
 PREFETCH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feeding:
-    """A setting and what was measured with it; seconds are those of one step."""
+    """A setting and its measurements; seconds are per step."""
 
     workers: int
     prefetch: int
     """Batches that each worker loads ahead."""
     seconds: float
     waited: float
-    """Of those, for data."""
+    """Seconds of the step spent waiting for data."""
 
     @property
     def fed(self) -> bool:
@@ -54,7 +54,7 @@ class Feeding:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedWorkers:
-    """The fewest workers that are as fast as any, and all that were tried."""
+    """The fewest workers that are as fast as any, and all settings that were tried."""
 
     best: Feeding
     tried: tuple[Feeding, ...]
@@ -72,12 +72,12 @@ def tune_workers(
     seconds: float = 60.0,
     most: int | None = None,
 ) -> TunedWorkers:
-    """Feed some real steps with more and more workers until the device hardly waits for data.
+    """Run some real steps with more and more workers until the device hardly waits for data.
 
-    `make_loader(workers, prefetch)` opens a new loader each time. `step(batch)` is what is to be
-    fed: it does what it does, so a step that trains has trained afterwards; random streams are put
-    back. `most` is the most workers to try, all cores but one if it is not given. It ends after
-    about so many `seconds`, whatever is left to try.
+    `make_loader(workers, prefetch)` opens a new loader each time. `step(batch)` is the step to
+    feed. It has its usual effects, so a training step trains; random state is restored. `most` is
+    the most workers to try, by default all cores but one. Tuning ends after about so many
+    `seconds`, even if there is more to try.
     """
     target = torch.device(device)
     check_count("the steps to measure", steps)
@@ -109,7 +109,7 @@ def climb(
 
 
 def _settings(most: int, tried: list[Feeding]) -> Iterator[tuple[int, int]]:
-    """The settings to try, given what came out of those before."""
+    """The settings to try, given the results of those before."""
     workers, slower = 0, 0
     while workers <= most and slower < 2:
         yield workers, PREFETCH
@@ -121,7 +121,7 @@ def _settings(most: int, tried: list[Feeding]) -> Iterator[tuple[int, int]]:
         if workers > most > tried[-1].workers:
             workers = most
     fastest = min(tried, key=lambda one: one.seconds)
-    if fastest.workers:  # batches that take unlike long to load want a longer queue
+    if fastest.workers:  # batches with varying loading times need a longer queue
         yield fastest.workers, 2 * PREFETCH
 
 
@@ -164,7 +164,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,1 +1,1 @@
-"""Why memory ran out, and what a file about memory says."""
+"""Explains why memory ran out, and what files about memory say."""

@@ -1,8 +1,9 @@
-"""What is alive on a device at one moment, as far as Python can see it.
+"""Determines what is alive on a device at one moment, as far as Python can see it.
 
 Parameters, gradients and optimizer state are found through the modules and optimizers that own
-them. What forward saved for backward belongs to no Python object; it is found by walking the graph
-that the living tensors hang on. Nothing is computed, and nothing that is packed away is unpacked.
+them. What forward saved for backward belongs to no Python object; it is found by walking the
+autograd graphs of living tensors. Nothing is computed, and tensors packed by saved-tensor hooks are
+not unpacked.
 """
 
 from __future__ import annotations
@@ -16,27 +17,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomph.explaining.holders import Holder, find_holders
 from oomph.explaining.logbook import find_roots, instances
 from oomph.explaining.meters import Meter, Refusal
 from oomph.rehearsal.storages import storage_key, tensors_in
 from oomph.rehearsal.timeline import Category
+from oomph.techniques.watched_tensors import own_work
+from oomph.torch_compat.autograd import SAVED
+from oomph.torch_compat.compiler import ORIGINAL
+from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
+from oomph.torch_compat.fake_tensors import FakeTensor
+from oomph.torch_compat.modules import PARAMETERS
 
 #: Held by Python alone: outputs in a list, a batch, a copy of the weights.
 KEPT = "kept"
-#: Allocated, and found nowhere: what a running kernel or backward has in use, and workspaces.
+#: Allocated but not found: memory in use by a running kernel or backward, and workspaces.
 UNSEEN = "unseen"
-#: Outputs of a layer this wide are scores over a vocabulary.
+#: Outputs of a layer at least this wide are scores over a vocabulary.
 LARGE_VOCABULARY = 8192
 MOST_HELD = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Tensors that one holder keeps."""
+    """Tensors kept by one holder."""
 
     name: str
     kind: str
@@ -46,7 +51,7 @@ class Held:
     what: str
     """The largest of them: `float32 64×1000`."""
     size: int
-    """Bytes that would be freed with the holder, saved activations included."""
+    """Bytes that would be freed with the holder, including saved activations."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -55,24 +60,25 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Alive:
-    """Bytes that are alive, by what they are for."""
+    """Bytes alive, by purpose."""
 
     categories: dict[str, int]
     modules: dict[str, int]
     held: tuple[Held, ...]
     logits: int
-    """In tensors as wide as a vocabulary."""
+    """Bytes in tensors as wide as a vocabulary."""
     vocabularies: tuple[int, ...]
     weight_copies: int
-    """In tensors that are copies of weights, as far as shapes tell."""
+    """Bytes in tensors that look like copies of weights, judging by their shapes."""
     asks_for_weight: bool
-    """Whether the request that failed was as large as one of the weights."""
+    """Whether the failed request was as large as one of the weights."""
     expected_state: int
-    """What the optimizers will hold once each has made a step."""
+    """Bytes that the optimizers will hold once each has made a step."""
 
 
+@own_work()  # otherwise looking would bring weights back and complete a step
 def look_around(meter: Meter, frames: Sequence[FrameType], refusal: Refusal) -> Alive:
-    """Sort everything that is alive on the meter's device; `frames` are the program's."""
+    """Classify everything alive on the meter's device; `frames` are the program's."""
     allocated = refusal.reading.allocated
     objects = gc.get_objects()
     tensors = _on(meter, instances(Tensor, objects))
@@ -84,7 +90,7 @@ def look_around(meter: Meter, frames: Sequence[FrameType], refusal: Refusal) -> 
         _file_model(root, ledger)
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            module = ledger.module_of(parameter)
+            module = ledger.module_of(parameter) if isinstance(parameter, Tensor) else ""
             ledger.file(tensors_in(state), Category.OPTIMIZER, module)
     rest = [tensor for tensor in tensors if not ledger.knows(tensor)]
     held = _weigh_holders(find_holders(rest, frames), ledger)
@@ -127,7 +133,7 @@ class _Ledger:
         return next((module for _, module, _ in filter(None, filed)), "")
 
     def file(self, tensors: Iterable[Tensor], category: str, module: str) -> int:
-        """File what is on the device and not filed yet; returns its bytes."""
+        """File the tensors on the device that are not filed yet; returns their bytes."""
         added = 0
         for tensor in _on(self._meter, (part for whole in tensors for part in _parts(whole))):
             key = storage_key(tensor)
@@ -155,7 +161,7 @@ class _Ledger:
         return added
 
     def saved_as_wide_as(self, widths: set[int], apart_from: Sequence[Tensor]) -> int:
-        """Bytes of saved tensors of these widths that are not among the others."""
+        """Bytes of saved tensors of these widths that are not in `apart_from`."""
         counted = {storage_key(tensor) for tensor in apart_from}
         return sum(
             saved.untyped_storage().nbytes()
@@ -175,7 +181,7 @@ class _Ledger:
         )
 
     def _module_of_node(self, node: Any) -> str:
-        """The module whose parameter a node takes, itself or transposed."""
+        """The module whose parameter a node takes, directly or transposed."""
         for one in (node, *(below for below, _ in node.next_functions)):
             parameter = getattr(one, "variable", None)
             if parameter is not None:
@@ -184,10 +190,10 @@ class _Ledger:
 
 
 def _file_model(root: nn.Module, ledger: _Ledger) -> None:
-    if "_parameters" not in vars(root):
+    if PARAMETERS not in vars(root):
         return
     for path, module in root.named_modules():
-        path = path.replace("_orig_mod", "").strip(".") or type(root).__name__
+        path = path.replace(ORIGINAL, "").strip(".") or type(root).__name__
         parameters = list(module.parameters(recurse=False))
         ledger.file(parameters, Category.PARAMETER, path)
         ledger.file((p.grad for p in parameters if p.grad is not None), Category.GRADIENT, path)
@@ -195,11 +201,11 @@ def _file_model(root: nn.Module, ledger: _Ledger) -> None:
 
 
 def _weigh_holders(holders: Sequence[Holder], ledger: _Ledger) -> list[Held]:
-    """What each holder keeps, the fullest first: what two share counts for the fuller."""
+    """What each holder keeps, the fullest first: shared tensors count for the fuller one."""
     held = []
     for holder in sorted(holders, key=lambda one: -len(one.tensors)):
         size = sum(ledger.file_graph(tensor) for tensor in holder.tensors)
-        # Each is filed with its own holder, so that no other one counts it again.
+        # Each tensor is filed with its own holder, so that no other holder counts it again.
         size += ledger.file(holder.tensors, KEPT, "")
         largest = max(holder.tensors, key=torch.Tensor.numel)
         shape = "×".join(map(str, largest.shape)) or "one number"
@@ -219,7 +225,7 @@ def _weigh_holders(holders: Sequence[Holder], ledger: _Ledger) -> list[Held]:
 
 
 def expected_state(optimizer: torch.optim.Optimizer, meter: Meter) -> int:
-    """Bytes of state once every parameter on the device has some, as the one that has most."""
+    """Bytes of state once every parameter has as much per byte as the one with most has now."""
     total, most = 0, 0.0
     for group in optimizer.param_groups:
         for parameter in _on(meter, group["params"]):
@@ -230,14 +236,14 @@ def expected_state(optimizer: torch.optim.Optimizer, meter: Meter) -> int:
             state = [one for one in tensors_in(optimizer.state.get(parameter, {})) if one.dim()]
             own = sum(one.numel() * one.element_size() for one in state)
             most = max(most, own / max(size, 1))
-    # Before any is there, Adam and its kin are known to keep two numbers for each.
+    # Before there is any state: Adam and its kin are known to keep two numbers per element.
     return int(total * (most or (2 if "Adam" in type(optimizer).__name__ else 1)))
 
 
 def _saved(node: Any) -> Iterator[Tensor]:
-    """The tensors a node saved, as they are: what a hook packed away is not unpacked."""
+    """The tensors that a node saved; those packed by a hook are not unpacked."""
     for name in dir(node):
-        if not name.startswith("_raw_saved"):
+        if not name.startswith(SAVED):
             continue
         value = getattr(node, name)
         for one in value if isinstance(value, (list, tuple)) else (value,):
@@ -247,11 +253,11 @@ def _saved(node: Any) -> Iterator[Tensor]:
 
 
 def _vocabularies(roots: Sequence[nn.Module]) -> set[int]:
-    """Widths of output layers that score the words of a vocabulary."""
+    """Widths of output layers that compute scores over a vocabulary."""
     linear = (
         module
         for root in roots
-        if "_parameters" in vars(root)
+        if PARAMETERS in vars(root)
         for module in root.modules()
         if isinstance(module, nn.Linear)
     )
@@ -266,16 +272,16 @@ def _weight_sizes(roots: Sequence[nn.Module]) -> set[int]:
     return {
         parameter.numel() * parameter.element_size()
         for root in roots
-        if "_parameters" in vars(root)
+        if PARAMETERS in vars(root)
         for parameter in root.parameters()
     }
 
 
 def _copies(tensors: Sequence[Tensor], roots: Sequence[nn.Module]) -> int:
-    """Bytes of tensors that look like weights, each weight counted once."""
+    """Bytes of tensors that look like weights, counting each weight once."""
     weights: dict[Any, int] = defaultdict(int)
     for root in roots:
-        for parameter in root.parameters() if "_parameters" in vars(root) else ():
+        for parameter in root.parameters() if PARAMETERS in vars(root) else ():
             weights[tuple(parameter.shape), parameter.dtype] += 1
     size = 0
     for tensor in tensors:
@@ -291,7 +297,7 @@ def _on(meter: Meter, tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, or the tensors it is made of where it is but a wrapper around some."""
+    """A tensor, or the tensors inside if it is only a wrapper."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -301,7 +307,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 def _is_on(meter: Meter, tensor: Tensor) -> bool:
     if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
-        return False  # shows a size that it does not take itself
+        return False  # it shows a size that it does not occupy itself
     try:
         return meter.holds(tensor) and tensor.untyped_storage().nbytes() > 0
     except (RuntimeError, NotImplementedError):
@@ -324,5 +330,5 @@ def _largest_first(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _anonymous(module: str) -> str:
-    """`layers.*.mlp`: blocks that differ only in their number count together."""
+    """`layers.*.mlp`: blocks that differ only in their number are counted together."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))

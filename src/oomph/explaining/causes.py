@@ -1,7 +1,7 @@
-"""Why memory ran out: each possible cause is weighed in bytes, and the heaviest is the answer.
+"""Finds why memory ran out: each possible cause is weighed in bytes, and the largest wins.
 
-A cause counts only if it is enough: without its bytes the request that failed would have been
-served. All of this is arithmetic on what was seen; no tensor is touched.
+A cause counts only if it is sufficient: without its bytes the failed request would have succeeded.
+All of this is arithmetic on recorded numbers; no tensor is touched.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from oomph.explaining.meters import Reading
 from oomph.rehearsal.timeline import Category
 from oomph.units import format_bytes
 
-#: Parts of the limit below which something is too small to be the cause.
+#: Anything below these shares of the limit is too small to be the cause.
 NOTABLE = 0.05
 NOTABLE_UNUSED = 0.1
-#: The part of all steps after which there must be more than before, for memory to be growing.
+#: The share of steps after which memory must have risen to count as growing.
 MOSTLY = 0.75
 LEAST_NOTES = 3
 MANY_CALLS = 6
-#: How much larger than any before a batch must be to be called longer.
+#: How much larger than all earlier batches one must be to count as longer.
 LONGER = 1.05
 
 
 class CauseKind(StrEnum):
-    """What made memory run out."""
+    """The kinds of causes."""
 
     DOES_NOT_FIT = "does_not_fit"
     LEAK = "leak"
@@ -44,13 +44,13 @@ class CauseKind(StrEnum):
     LARGE_LOGITS = "large_logits"
 
 
-#: Fewer holes would have served one request more; what grows or is too long goes on after that.
+#: Without fragmentation one more request would succeed; growth or a long batch would go on.
 _WEIGHTS = {CauseKind.FRAGMENTATION: 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One reason, and the bytes that it explains."""
+    """One cause, and the bytes that it explains."""
 
     kind: CauseKind
     size: int
@@ -63,38 +63,38 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Everything that was seen of a program that ran out of memory."""
+    """Everything known about a program that ran out of memory."""
 
     asked: int
-    """Bytes of the request that failed; 0 where that is not known."""
+    """Bytes of the failed request; 0 if unknown."""
     reading: Reading
     failure: Failure
     steps: int
-    """Optimizer steps that were made before."""
+    """Optimizer steps completed before."""
     notes: tuple[Note, ...]
     eval_notes: tuple[Note, ...]
     call_notes: tuple[Note, ...]
     """Before the training calls since the last optimizer step."""
     most_calls: int
-    """Training calls of a step that was finished."""
+    """Most training calls in a completed step."""
     inputs: Inputs
     largest_before: Inputs
     alive: Alive
 
     @property
     def missing(self) -> int:
-        """How much more would have been enough for this request."""
+        """How many more bytes would have been enough for this request."""
         return max(self.asked - self.reading.room, 1)
 
     @property
     def activations(self) -> int:
-        """What a smaller batch would have less of, the request that failed included."""
+        """Bytes that shrink with the batch, including the failed request."""
         sizes = self.alive.categories
         return sum(sizes.get(name, 0) for name in (Category.ACTIVATION, KEPT, UNSEEN)) + self.asked
 
 
 def find_causes(evidence: Evidence) -> tuple[Cause, ...]:
-    """The causes that are each enough, the heaviest first; that it does not fit comes last."""
+    """The causes that are each sufficient, the largest first; "does not fit" comes last."""
     rules = (_others, _fragmentation, _leak, _longer, _eval, _save, _optimizer, _logits)
     found = [cause for rule in rules for cause in rule(evidence)]
     found.sort(key=lambda cause: -cause.size * _WEIGHTS.get(cause.kind, 1.0))
@@ -102,7 +102,7 @@ def find_causes(evidence: Evidence) -> tuple[Cause, ...]:
 
 
 def growth(notes: Sequence[Note]) -> int:
-    """Bytes by which memory grew, if it did so most of the time; else none."""
+    """Bytes by which memory grew, if it did so in most steps; else 0."""
     if len(notes) < LEAST_NOTES:
         return 0
     steps = [after.allocated - before.allocated for before, after in itertools.pairwise(notes)]
@@ -111,12 +111,12 @@ def growth(notes: Sequence[Note]) -> int:
 
 
 def after_warm_up(notes: Sequence[Note]) -> Sequence[Note]:
-    """Notes from the step on with which optimizer state is there."""
+    """Notes from the first step with optimizer state on."""
     return [note for note in notes if note.step > 1] or notes
 
 
 def predicted_need(evidence: Evidence) -> int:
-    """What a step with the present inputs would allocate, in proportion to the largest before."""
+    """What a step with the current inputs would allocate, in proportion to the largest before."""
     last = evidence.notes[-1]
     per_element = (last.peak - last.allocated) / max(evidence.largest_before.elements, 1)
     return int(last.allocated + per_element * evidence.inputs.elements)
@@ -160,7 +160,7 @@ def _fragmentation(evidence: Evidence) -> Iterator[Cause]:
 def _leak(evidence: Evidence) -> Iterator[Cause]:
     notes, what = after_warm_up(evidence.notes), "step"
     calls = evidence.call_notes
-    # Calls of a step that add up are its activations, unless there are more than ever before.
+    # Growth over the calls of a step is its activations, unless there are more calls than ever.
     if len(calls) > max(evidence.most_calls, MANY_CALLS) and growth(calls) > growth(notes):
         notes, what = calls, "forward"
     grown = growth(notes)
@@ -214,9 +214,9 @@ def _save(evidence: Evidence) -> Iterator[Cause]:
     copies = evidence.alive.weight_copies
     in_save = evidence.failure.phase is Phase.SAVE
     if in_save:
-        # A copy in the making is gone by the time anyone looks; nothing else runs in a save.
+        # An unfinished copy is already gone when the error is handled; nothing else runs in a save.
         copies += evidence.alive.categories.get(UNSEEN, 0)
-    # A copy made in the loop itself goes by no name, but by its looks.
+    # A copy made in the training loop itself has no known name; it is recognized by its sizes.
     outside = evidence.failure.phase in (Phase.BETWEEN, Phase.EVAL)
     looks_so = outside and evidence.alive.asks_for_weight
     if not in_save and not (looks_so and copies >= NOTABLE * evidence.reading.limit):
@@ -284,7 +284,7 @@ def _does_not_fit(evidence: Evidence) -> Cause:
 
 
 def logits_size(evidence: Evidence) -> int:
-    """Bytes of scores over the vocabulary, the request that failed included where it is one."""
+    """Bytes of scores over the vocabulary, including the failed request if it is for scores."""
     alive, asked = evidence.alive, evidence.asked
     # A request has no shape; one for scores is a whole number of rows, and many of them.
     rows = {asked // width for width in alive.vocabularies if asked and asked % width == 0}
@@ -293,7 +293,7 @@ def logits_size(evidence: Evidence) -> int:
 
 
 def main_holder(evidence: Evidence) -> Held | None:
-    """Who keeps most, if that is a good part of what grew."""
+    """The holder that keeps most, if that is a notable share of the limit."""
     held = evidence.alive.held
     if not held:
         return None

@@ -1,4 +1,4 @@
-"""`oomph.compare(a, b)`: where memory went between two runs, versions or plans."""
+"""`oomph.compare(a, b)`: where memory changed between two runs, versions or plans."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any, Protocol
 
 from oomph.errors import BadInput
 from oomph.explaining.explanation import Explanation, explain, explain_values
+from oomph.rendering import Printed
 from oomph.units import format_bytes, parse_bytes
 
 SCHEMA_VERSION = 1
-#: The ledger that decides, where both have it.
+#: The first of these ledgers that both have is decisive.
 _DECIDES = ("device", "reserved", "allocated")
 
 
 class HasDict(Protocol):
-    """An estimate, a plan, a report: what has plain JSON."""
+    """An estimate, a plan, a report: anything with plain JSON."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -24,7 +25,7 @@ class HasDict(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One amount in both. Bytes."""
+    """One amount on both sides, in bytes."""
 
     name: str
     before: int
@@ -32,7 +33,7 @@ class Difference:
 
     @property
     def change(self) -> int:
-        """How much more there is."""
+        """Bytes that `after` has more than `before`."""
         return self.after - self.before
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,17 +48,17 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """How much more memory is still no regression."""
+    """How much more memory is not yet a regression."""
 
     text: str
     part: float | None
-    """Of what there was before."""
+    """As a share of what there was before."""
     size: int | None
-    """Bytes."""
+    """In bytes."""
 
     @classmethod
     def parse(cls, text: str) -> Threshold:
-        """`2%` or `512MiB`."""
+        """Parse `2%` or `512MiB`."""
         stripped = text.strip()
         if stripped.endswith("%"):
             try:
@@ -71,7 +72,7 @@ class Threshold:
         return cls(text=stripped, part=None, size=size)
 
     def is_exceeded(self, difference: Difference) -> bool:
-        """Whether there is more than is allowed."""
+        """Whether memory grew by more than is allowed."""
         if self.part is not None:
             return difference.change > self.part * difference.before
         assert self.size is not None
@@ -79,7 +80,7 @@ class Threshold:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Printed):
     """Two files side by side; each list has the largest changes first."""
 
     before: Explanation
@@ -93,7 +94,7 @@ class Comparison:
 
     @property
     def decisive(self) -> Difference:
-        """The ledger that decides: device, or else reserved, or else allocated."""
+        """The decisive ledger: device, or else reserved, or else allocated."""
         found = {difference.name: difference for difference in self.ledgers}
         return next(found[name] for name in _DECIDES if name in found)
 
@@ -119,7 +120,7 @@ class Comparison:
         return f"{words}{percent}{most}"
 
     def _largest_part(self, change: int) -> Difference | None:
-        """The largest part of a change that goes the same way and is no trifle."""
+        """The largest part of a change, if it has the same sign and is not negligible."""
         for differences in (self.categories, self.modules, self.sites):
             if differences and abs(change) < 10 * differences[0].change * (1 if change > 0 else -1):
                 return differences[0]
@@ -142,12 +143,6 @@ class Comparison:
             "sites": [one.as_dict() for one in self.sites],
             "notes": list(self.notes),
         }
-
-    def __str__(self) -> str:
-        from oomph.reporting.comparisons import describe_comparison
-        from oomph.reporting.findings import render_findings
-
-        return render_findings(describe_comparison(self))
 
 
 def compare(
@@ -189,7 +184,7 @@ def _read(given: str | Path | HasDict, which: str) -> Explanation:
 
 
 def _differences(before: dict[str, int], after: dict[str, int]) -> tuple[Difference, ...]:
-    """Amounts of both, the largest change first; none where one side does not tell them."""
+    """Differences, the largest change first; none if one side lacks the amounts."""
     if not before or not after:
         return ()
     names = dict.fromkeys((*before, *after))
@@ -208,13 +203,18 @@ def _notes(before: Explanation, after: Explanation) -> list[str]:
         which = "first" if before.predicted else "second"
         notes.append(f"the {which} was predicted, and the other measured")
     for name in ("gpu", "torch", "job"):
-        values = [
-            side.details.get(name) or side.details.get("made_for", {}).get(name)
-            for side in (before, after)
-        ]
-        if values[0] != values[1] and all(values):
-            notes.append(f"{name}: {values[0]} → {values[1]}")
+        one, other = _said(before, name), _said(after, name)
+        if one and other and one != other:
+            notes.append(f"{name}: {one} → {other}")
     return notes
+
+
+def _said(side: Explanation, name: str) -> str:
+    """What a file says about its job or machine; empty if it says nothing."""
+    made_for = side.details.get("made_for")
+    inner = made_for.get(name) if isinstance(made_for, dict) else None
+    found = side.details.get(name) or inner
+    return found if isinstance(found, str) else ""
 
 
 def _side(explanation: Explanation) -> dict[str, Any]:

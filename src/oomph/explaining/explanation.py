@@ -1,29 +1,41 @@
-"""`oomph.explain(file)`: what a file about memory says, whoever wrote it."""
+"""`oomph.explain(file)`: what a file about memory says, whatever tool wrote it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oomph.errors import BadInput
+from oomph.explaining.report_shapes import (
+    EstimateShape,
+    NoPlanShape,
+    PlanShape,
+    TrainingShape,
+    WatchShape,
+)
 from oomph.explaining.snapshots import NO_STACK, Snapshot, read_snapshot
 from oomph.explaining.traces import GZIP, KEY, Trace, read_trace
+from oomph.files.plain_json import BadJson, parse_json
+from oomph.files.reading import open_regular, read_regular
+from oomph.files.schema import Mismatch, read_as
+from oomph.quoting import brief
+from oomph.rendering import Printed
 from oomph.units import format_bytes
 
 SCHEMA_VERSION = 1
-#: Reports of oomph are far smaller.
-LARGEST_JSON = 256 << 20
+#: Reports by oomph are far smaller.
+LARGEST_JSON = 64 << 20
 _PICKLE, _ZIP = b"\x80", b"PK\x03\x04"
-#: Parts of what is reserved, above which unused memory is worth a word.
+#: Unused memory is mentioned above this share of what is reserved.
 _MUCH_UNUSED = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """What a file says: the answer, and the numbers by which two files can be compared."""
+class Explanation(Printed):
+    """What a file says: the answer, and numbers by which two files can be compared."""
 
     source: str
     kind: str
@@ -31,16 +43,16 @@ class Explanation:
     headline: str
     """The answer in one line."""
     predicted: bool
-    """Whether the numbers are a prediction; else they were measured."""
+    """Whether the numbers are predicted; otherwise they were measured."""
     ledgers: dict[str, int]
-    """The most there was, by ledger."""
+    """Peak bytes by ledger."""
     categories: dict[str, int]
     modules: dict[str, int]
     sites: dict[str, int]
-    """By the line that asked for it."""
+    """Bytes by the line that allocated them."""
     advice: tuple[str, ...]
     details: dict[str, Any]
-    """The file's own words, as JSON."""
+    """The file's own contents, as JSON."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON; these keys stay."""
@@ -59,25 +71,19 @@ class Explanation:
             "details": self.details,
         }
 
-    def __str__(self) -> str:
-        from oomph.reporting.explanations import describe_explanation
-        from oomph.reporting.findings import render_findings
-
-        return render_findings(describe_explanation(self))
-
 
 def explain(path: str | Path) -> Explanation:
-    """Say what a memory snapshot, a profiler trace or a JSON report of oomph means.
+    """Explain a memory snapshot, a profiler trace or a JSON report by oomph.
 
-    A snapshot is read without running anything in it; whatever is none of these is refused.
+    A snapshot is read without running anything in it; any other file is refused.
     """
     file = Path(path)
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             start = opened.read(1 << 20)
-            size = file.stat().st_size
+            size = os.fstat(opened.fileno()).st_size
     except OSError as error:
-        raise BadInput(f"cannot read {file}: {error.strerror}") from None
+        raise BadInput(f"cannot read {str(file)!r}: {error.strerror}") from None
     if not start:
         raise BadInput(f"{file} is empty")
     if start.startswith(_PICKLE):
@@ -93,26 +99,27 @@ def explain(path: str | Path) -> Explanation:
     if size > LARGEST_JSON:
         raise BadInput(f"{file} has {format_bytes(size)} and no trace events: no report of oomph")
     try:
-        values = json.loads(file.read_bytes())
-    except ValueError as error:
+        values = parse_json(read_regular(file, most=LARGEST_JSON))
+    except OSError as error:
+        raise BadInput(f"cannot read {file}: {error.strerror}") from None
+    except BadJson as error:
         raise BadInput(f"{file} is no JSON, or only part of it: {error}") from None
     return explain_values(values, str(file))
 
 
 def explain_values(values: Mapping[str, Any], source: str) -> Explanation:
-    """What a JSON report of oomph says."""
-    for matches, read in _READERS:
+    """Explain a JSON report by oomph."""
+    for matches, shape, say in _READERS:
         if matches(values):
             try:
-                return read(values, source)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                problem = f"{type(error).__name__}: {error}"
+                return say(read_as(shape, values, open_ended=True), source, values)
+            except Mismatch as problem:
                 raise BadInput(
-                    f"{source} was changed into something else, or is of another version of oomph"
-                    f" ({problem})"
+                    f"{source} was changed into something else, or is of another version of oomph:"
+                    f" {problem}"
                 ) from None
     if "error" in values:
-        raise BadInput(f"{source} holds an error, not a result: {values['error']}")
+        raise BadInput(f"{source} holds an error, not a result: {brief(values['error'])}")
     raise BadInput(
         f"{source} is no report of oomph: those of watch, estimate --json, plan --json and train"
         " --json can be explained"
@@ -122,75 +129,66 @@ def explain_values(values: Mapping[str, Any], source: str) -> Explanation:
 # --- reports of oomph -----------------------------------------------------------------------------
 
 
-def _explain_watch(values: Mapping[str, Any], source: str) -> Explanation:
-    memory = values["memory"]
+def _explain_watch(found: WatchShape, source: str, values: Mapping[str, Any]) -> Explanation:
+    from oomph.explaining.watching import say_remedy
+
+    memory = found.memory
     return Explanation(
         source=source,
         kind="watch report",
-        headline=str(values["headline"]),
+        headline=found.headline,
         predicted=False,
         ledgers={
-            "allocated": int(memory["allocated"]),
-            "reserved": int(memory["reserved"]),
-            "device": int(memory["total"]) - int(memory["free"]),
+            "allocated": memory.allocated,
+            "reserved": memory.reserved,
+            "device": memory.total - memory.free,
         },
-        categories=_sizes(values["categories"]),
-        modules=_sizes(values["modules"]),
-        sites={one["place"] or one["name"]: int(one["size"]) for one in values["held"]},
-        advice=tuple(_say_remedy(one) for one in values["remedies"]),
+        categories=found.categories,
+        modules=found.modules,
+        sites={one.place or one.name: one.size for one in found.held},
+        advice=tuple(map(say_remedy, found.remedies)),
         details=dict(values),
     )
 
 
-def _say_remedy(values: Mapping[str, Any]) -> str:
-    from oomph.explaining.remedies import Remedy
-    from oomph.explaining.watching import say_remedy
-
-    return say_remedy(Remedy(**values))
-
-
-def _explain_estimate(values: Mapping[str, Any], source: str) -> Explanation:
-    peak, at = _ledgers(values["peak"]), values["peak_at"]
-    categories = _sizes(values["categories_at_peak"])
-    verdict = str(values["verdict"]).replace("_", " ")
-    budget = values["budget"]
-    of = f" of {format_bytes(budget)}" if budget is not None else ""
-    where = f"at {at['module']}" if at["module"] else f"in {at['op']}"
+def _explain_estimate(found: EstimateShape, source: str, values: Mapping[str, Any]) -> Explanation:
+    at, verdict = found.peak_at, found.verdict.replace("_", " ")
+    of = f" of {format_bytes(found.budget)}" if found.budget is not None else ""
+    where = f"at {at.module}" if at.module else f"in {at.op}"
     return Explanation(
         source=source,
         kind="estimate",
         headline=(
-            f"{verdict}: {values['job']} needs {format_bytes(peak['device'])}{of} (predicted) on"
-            f" {values['gpu'] or 'the CPU'}; the peak is in {at['phase']} {where}, where"
-            f" {_largest(categories)}"
+            f"{verdict}: {found.job} needs {format_bytes(found.peak.device)}{of} (predicted) on"
+            f" {found.gpu or 'the CPU'}; the peak is in {at.phase} {where}, where"
+            f" {_largest(found.categories_at_peak)}"
         ),
         predicted=True,
-        ledgers=peak,
-        categories=categories,
-        modules=_sizes(values["modules_at_peak"]),
+        ledgers=found.peak.as_dict(),
+        categories=found.categories_at_peak,
+        modules=found.modules_at_peak,
         sites={},
-        advice=(f"the smallest budget it would run in: {format_bytes(values['smallest_budget'])}",)
-        if values["verdict"] != "fits"
+        advice=(f"the smallest budget it would run in: {format_bytes(found.smallest_budget)}",)
+        if found.verdict != "fits"
         else (),
         details=dict(values),
     )
 
 
-def _explain_plan(values: Mapping[str, Any], source: str) -> Explanation:
-    predicted, made_for = values["predicted"], values["made_for"]
-    peak = _ledgers(predicted["peak"])
-    categories = _sizes(predicted["categories_at_peak"])
-    changes = [f"{one['technique']}: {one['before']} → {one['after']}" for one in values["changes"]]
+def _explain_plan(found: PlanShape, source: str, values: Mapping[str, Any]) -> Explanation:
+    peak, made_for = found.predicted.peak, found.made_for
+    categories = found.predicted.categories_at_peak
+    changes = [f"{one.technique}: {one.before} → {one.after}" for one in found.changes]
     return Explanation(
         source=source,
         kind="plan",
         headline=(
-            f"fits: {made_for['job']} needs {format_bytes(peak['device'])} of"
-            f" {format_bytes(values['budget'])} (predicted) on {made_for['gpu'] or 'the CPU'} with"
+            f"fits: {made_for.job} needs {format_bytes(peak.device)} of"
+            f" {format_bytes(found.budget)} (predicted) on {made_for.gpu or 'the CPU'} with"
             f" {len(changes)} changes; at the peak {_largest(categories)}"
         ),
         predicted=True,
-        ledgers=peak,
+        ledgers=peak.as_dict(),
         categories=categories,
         modules={},
         sites={},
@@ -199,10 +197,10 @@ def _explain_plan(values: Mapping[str, Any], source: str) -> Explanation:
     )
 
 
-def _explain_training(values: Mapping[str, Any], source: str) -> Explanation:
-    plan = _explain_plan(values["plan"], source)
-    measured = values["measured"]["peak"]
-    peak = _ledgers(measured) if measured is not None else plan.ledgers
+def _explain_training(found: TrainingShape, source: str, values: Mapping[str, Any]) -> Explanation:
+    plan = _explain_plan(found.plan, source, {})
+    measured = found.measured.peak
+    peak = measured.as_dict() if measured is not None else plan.ledgers
     said = "measured" if measured is not None else "predicted; the CPU's was not measured"
     off = ""
     if measured is not None and plan.ledgers["device"]:
@@ -211,8 +209,8 @@ def _explain_training(values: Mapping[str, Any], source: str) -> Explanation:
         source=source,
         kind="training",
         headline=(
-            f"trained: {values['job']} took {format_bytes(peak['device'])} ({said}{off}) in"
-            f" {values['steps']} steps"
+            f"trained: {found.job} took {format_bytes(peak['device'])} ({said}{off}) in"
+            f" {found.steps} steps"
         ),
         predicted=measured is None,
         ledgers=peak,
@@ -224,14 +222,12 @@ def _explain_training(values: Mapping[str, Any], source: str) -> Explanation:
     )
 
 
-def _explain_no_plan(values: Mapping[str, Any], source: str) -> Explanation:
-    smallest = int(values["smallest_budget"])
+def _explain_no_plan(found: NoPlanShape, source: str, values: Mapping[str, Any]) -> Explanation:
+    smallest = found.smallest_budget
     return Explanation(
         source=source,
         kind="plan",
-        headline=(
-            f"does not fit: {values['job']} on {values['gpu'] or 'the CPU'}; {values['reason']}"
-        ),
+        headline=f"does not fit: {found.job} on {found.gpu or 'the CPU'}; {found.reason}",
         predicted=True,
         ledgers={"device": smallest},
         categories={},
@@ -242,12 +238,26 @@ def _explain_no_plan(values: Mapping[str, Any], source: str) -> Explanation:
     )
 
 
-_READERS = (
-    (lambda values: values.get("kind") == "oomph watch", _explain_watch),
-    (lambda values: values.get("kind") == "oomph plan", _explain_plan),
-    (lambda values: "plan" in values and "measured" in values, _explain_training),
-    (lambda values: "categories_at_peak" in values and "peak" in values, _explain_estimate),
-    (lambda values: "smallest_budget" in values and "reason" in values, _explain_no_plan),
+_Values = Mapping[str, Any]
+#: For each kind of report: how to recognize it, its schema, and its explanation.
+_READERS: tuple[tuple[Callable[[_Values], bool], Any, Callable[..., Explanation]], ...] = (
+    (lambda values: values.get("kind") == "oomph watch", WatchShape, _explain_watch),
+    (lambda values: values.get("kind") == "oomph plan", PlanShape, _explain_plan),
+    (
+        lambda values: "plan" in values and "measured" in values,
+        TrainingShape,
+        _explain_training,
+    ),
+    (
+        lambda values: "categories_at_peak" in values and "peak" in values,
+        EstimateShape,
+        _explain_estimate,
+    ),
+    (
+        lambda values: "smallest_budget" in values and "reason" in values,
+        NoPlanShape,
+        _explain_no_plan,
+    ),
 )
 
 
@@ -255,7 +265,7 @@ _READERS = (
 
 
 def explain_snapshot(snapshot: Snapshot, source: str) -> Explanation:
-    """What a memory snapshot says."""
+    """Explain a memory snapshot."""
     at_end = snapshot.peak == snapshot.allocated or not snapshot.sites_at_peak
     sites = snapshot.sites if at_end else snapshot.sites_at_peak
     return Explanation(
@@ -312,7 +322,7 @@ def _snapshot_advice(snapshot: Snapshot) -> list[str]:
 
 
 def explain_trace(trace: Trace, source: str) -> Explanation:
-    """What a profiler trace says."""
+    """Explain a profiler trace."""
     running = f", in {' in '.join(trace.running[:3])}" if trace.running else ""
     sites: dict[str, int] = {}
     for name, size in trace.largest:
@@ -336,14 +346,6 @@ def explain_trace(trace: Trace, source: str) -> Explanation:
 
 
 # --- parts ----------------------------------------------------------------------------------------
-
-
-def _ledgers(values: Mapping[str, Any]) -> dict[str, int]:
-    return {name: int(values[name]) for name in ("allocated", "reserved", "device")}
-
-
-def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
-    return {str(name): int(size) for name, size in values.items()}
 
 
 def _largest(sizes: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Where a program was when memory ran out, read off the frames of the exception."""
+"""Determines where a program ran out of memory, from the frames of the exception."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from torch import nn
 from oomph.errors import BadInput
 from oomph.explaining.holders import own_frames
 from oomph.explaining.logbook import Logbook
+from oomph.torch_compat.autograd import RUN_BACKWARD
+from oomph.torch_compat.modules import CALL
 from oomph.units import parse_bytes
 
-#: Functions that write a model down, by their usual names.
+#: Usual names of functions that save a model.
 _SAVING = {
     "state_dict",
     "save",
@@ -32,9 +34,9 @@ _SAVING = {
     "_save_checkpoint",
     "dump_checkpoint",
 }
-#: `cudaErrorMemoryAllocation`: raised by libraries that ask the driver themselves.
+#: `cudaErrorMemoryAllocation`: raised by libraries that allocate from the driver themselves.
 _DRIVER_IS_FULL = 2
-#: What the allocator's error says of the request that failed.
+#: The part of the allocator's error message with the size of the failed request.
 _ASKED_FOR = re.compile(r"Tried to allocate ([\d.]+ (?:bytes|[KMG]iB))")
 
 
@@ -58,7 +60,7 @@ class Failure:
     place: str
     """The innermost line of the user's own files: `train.py:41`."""
     module: str
-    """The innermost module that was running; empty in backward and outside the model."""
+    """The innermost running module; empty in backward and outside the model."""
     first_optimizer_step: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class Failure:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception means that the device's memory is full; by its type, not its words."""
+    """Whether an exception means that the device is out of memory; by its type, not its message."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return (
@@ -82,11 +84,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def size_asked_for(error: BaseException) -> int:
-    """Bytes that the allocator's error says were asked for, to three or more digits; 0 if none."""
+    """Bytes requested according to the allocator's error, to three or more digits; 0 if none."""
     said = _ASKED_FOR.search(str(error))
     if said is None:
         return 0
-    with contextlib.suppress(BadInput):  # sizes that no device has are typing errors
+    with contextlib.suppress(BadInput):  # sizes that cannot be parsed count as none
         return parse_bytes(said[1].replace("bytes", "B"))
     return 0
 
@@ -98,14 +100,14 @@ def frames_of(traceback: TracebackType | None) -> list[FrameType]:
 
 
 def forget_locals(frames: Sequence[FrameType]) -> None:
-    """Let go of what reading their variables copied: until Python 3.13 a frame keeps that copy."""
+    """Drop the copies made by reading frames' locals: until Python 3.13 a frame keeps them."""
     for frame in frames:
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(frame.f_locals, dict):
             frame.f_locals.clear()
 
 
 def locate(traceback: TracebackType | None, logbook: Logbook) -> Failure:
-    """Where the exception came from."""
+    """Where the exception was raised."""
     frames = frames_of(traceback)
     raised_in = _frames_inside(traceback)
     optimizer = next((one for one in map(_optimizer_of, raised_in) if one is not None), None)
@@ -137,7 +139,7 @@ def _phase(
 
 
 def _frames_inside(traceback: TracebackType | None) -> list[FrameType]:
-    """Those the exception went through, innermost first."""
+    """The frames that the exception went through, innermost first."""
     frames = []
     while traceback is not None:
         frames.append(traceback.tb_frame)
@@ -152,7 +154,7 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _optimizer_of(frame: FrameType) -> torch.optim.Optimizer | None:
-    """The optimizer whose step a frame is."""
+    """The optimizer, if the frame is its step."""
     if frame.f_code.co_name != "step":
         return None
     owner = frame.f_locals.get("self")
@@ -165,19 +167,17 @@ def _is_saving(frame: FrameType) -> bool:
 
 
 def _is_backward(frame: FrameType) -> bool:
-    return frame.f_code.co_name in ("backward", "grad", "_engine_run_backward") and (
+    return frame.f_code.co_name in ("backward", "grad", RUN_BACKWARD) and (
         "torch/autograd" in frame.f_code.co_filename.replace("\\", "/")
     )
 
 
 def _is_call_of_module(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "_call_impl" and isinstance(
-        frame.f_locals.get("self"), nn.Module
-    )
+    return frame.f_code.co_name == CALL and isinstance(frame.f_locals.get("self"), nn.Module)
 
 
 def _path(modules: Sequence[nn.Module]) -> str:
-    """The path of the innermost module in the outermost."""
+    """The path of the innermost module within the outermost."""
     if not modules:
         return ""
     innermost, root = modules[0], modules[-1]

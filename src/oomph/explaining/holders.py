@@ -1,4 +1,4 @@
-"""Who keeps tensors alive from Python: the list or variable, and the line that fills it."""
+"""Finds what keeps tensors alive in Python: the list or variable, and the line that fills it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Looking for an object's attribute takes a look at all objects: done for so many tensors.
+#: Most tensors whose attributes are searched, as each search scans all objects.
 MOST_ATTRIBUTES = 3
 _CONTAINERS = (list, tuple, dict, set, deque)
 _MODES = ("__torch_dispatch__", "__torch_function__")
@@ -37,16 +37,16 @@ class Holder:
     """A container or variable that keeps tensors."""
 
     name: str
-    """As the program calls it: `outputs`, `self.history`."""
+    """Its name in the program: `outputs`, `self.history`."""
     kind: str
     """Its Python type."""
     place: str
-    """`train.py:41`, where it is filled; empty where that was not found."""
+    """`train.py:41`, where it is filled; empty if not found."""
     tensors: tuple[Tensor, ...]
 
 
 def find_holders(tensors: Sequence[Tensor], frames: Sequence[FrameType]) -> list[Holder]:
-    """The holders of these tensors, as far as their names can be found."""
+    """The holders of these tensors, if their names can be found."""
     containers = _containers_of(tensors)
     names = _Names(frames)
     found = [
@@ -63,8 +63,8 @@ def find_holders(tensors: Sequence[Tensor], frames: Sequence[FrameType]) -> list
 
 
 def own_frames(frames: Sequence[FrameType]) -> Iterator[FrameType]:
-    """Those of the user's program, innermost first: no library's, none of oomph's, and none of a
-    mode that ops pass through."""
+    """Frames of the user's program, innermost first, without those of libraries, of oomph, and of
+    modes that ops pass through."""
     modes = [at for at, frame in enumerate(frames) if frame.f_code.co_name in _MODES]
     for frame in frames[modes[-1] + 1 if modes else 0 :]:
         file = frame.f_code.co_filename
@@ -74,7 +74,7 @@ def own_frames(frames: Sequence[FrameType]) -> Iterator[FrameType]:
 
 
 def _containers_of(tensors: Sequence[Tensor]) -> list[tuple[Any, list[Tensor]]]:
-    """Containers with the tensors they hold, themselves or one level down."""
+    """Containers that hold tensors, directly or one level down."""
     wanted = {id(tensor): tensor for tensor in tensors}
     direct = _referring(tensors, ignore=[tensors, wanted])
     inside: dict[int, tuple[Any, list[Tensor]]] = {}
@@ -82,7 +82,7 @@ def _containers_of(tensors: Sequence[Tensor]) -> list[tuple[Any, list[Tensor]]]:
         held = [wanted[id(item)] for item in _items(container) if id(item) in wanted]
         if held:
             inside[id(container)] = (container, held)
-    # A batch's outputs may be a tuple or a dict of their own in the list that grows.
+    # A batch's outputs may be in a tuple or dict inside the list that grows.
     nested = [container for container, _ in inside.values()]
     for outer in _referring(nested, ignore=[nested, inside, direct]):
         parts = [inside[id(item)] for item in _items(outer) if id(item) in inside]
@@ -104,14 +104,14 @@ def _items(container: Any) -> list[Any]:
 
 
 class _Names:
-    """What the program calls its objects."""
+    """Looks up the program's names for objects."""
 
     def __init__(self, frames: Sequence[FrameType]) -> None:
         self._frames = list(own_frames(frames))
         self._scopes = [(frame, frame.f_locals) for frame in self._frames]
 
     def of(self, target: Any) -> tuple[str, str]:
-        """The name of an object and where it is filled; empty where nobody calls it anything."""
+        """The name of an object and where it is filled; empty if it has no name."""
         for frame, scope in self._scopes:
             for name, value in scope.items():
                 if value is target:
@@ -123,7 +123,7 @@ class _Names:
         return _attribute(target)
 
     def variables(self, wanted: set[int]) -> Iterator[Holder]:
-        """Variables that are one of the wanted tensors themselves, such as `total += loss`."""
+        """Variables that are wanted tensors themselves, such as `total += loss`."""
         for frame, scope in self._scopes:
             for name, value in scope.items():
                 if id(value) in wanted:
@@ -139,7 +139,7 @@ class _Names:
 
 
 def _attribute(target: Any) -> tuple[str, str]:
-    """`Logger.history` of an object, or a name in a module."""
+    """`Logger.history` for an object's attribute, or a name in a module."""
     for owner in gc.get_referrers(target):
         attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
         if not isinstance(attributes, dict):

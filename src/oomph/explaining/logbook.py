@@ -1,11 +1,11 @@
-"""What is written down while nothing happens: a few numbers a step, and never more than fits.
+"""Records a few numbers per step while a program runs normally, in bounded space.
 
-Two kinds of hooks see a program: one before each step of any optimizer and one after it, and one
-before each call of a root, a module that no other module holds. Modules inside a root are not
-watched, so nothing is paid per layer, and compiled code stays as it is.
+Two kinds of hooks watch a program: before and after each step of any optimizer, and before each
+call of a root, a module that is in no other module. Modules inside a root are not watched, so there
+is no cost per layer, and compiled code is not affected.
 
-A note is left out where it would cost more than half a percent of the time since the last one of
-its kind; there are two kinds that can come in turns.
+A note is skipped if notes would cost more than half a percent of the time since the last one of its
+kind; two kinds may alternate.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from torch.optim.optimizer import (
 from oomph.explaining.meters import Meter
 from oomph.rehearsal.storages import tensors_in
 from oomph.techniques.partial_steps import is_partial
+from oomph.torch_compat.compiler import COMPILED_CALL
+from oomph.torch_compat.modules import CHILDREN, PARAMETERS
 
 _Kind = TypeVar("_Kind")
 
-#: How many times as long as a note takes must pass before the next one of its kind.
+#: A note is skipped unless this many times its own duration has passed since the last of its kind.
 LEAST_PAUSE = 200
-#: So many of a kind are taken whatever they cost: short runs want them all.
+#: So many notes of a kind are always taken: short runs need them all.
 ALWAYS = 64
-#: Beyond so many, every other one is dropped.
+#: Beyond this number, every other note is dropped.
 MOST_NOTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Memory after a step, or before a call that evaluates."""
+    """Memory after a step, or before a call in evaluation."""
 
     step: int
-    """Optimizer steps made, or calls made in this evaluation."""
+    """Optimizer steps completed, or calls in this evaluation."""
     allocated: int
     peak: int
 
@@ -55,13 +57,13 @@ class Inputs:
     """What a root was called with."""
 
     shape: tuple[int, ...] = ()
-    """Of its largest tensor."""
+    """Shape of its largest tensor."""
     elements: int = 0
-    """Of that tensor."""
+    """Elements of that tensor."""
 
 
 class Notes(list[Note]):
-    """Notes of one kind, taken at a pace that costs next to nothing."""
+    """Notes of one kind, taken so rarely that they cost almost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class Notes(list[Note]):
         self._last = 0.0
 
     def take(self, meter: Meter, step: int) -> None:
-        """Write down what the meter shows, unless it is too soon for that."""
+        """Record what the meter shows, unless it is too soon."""
         now = time.perf_counter()
         mean = self._paid / self._taken if self._taken else 0.0
         if self._taken >= ALWAYS and now - self._last < LEAST_PAUSE * mean:
@@ -94,24 +96,24 @@ class Logbook:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self.steps = 0
-        """Optimizer steps made, by the optimizer that made most."""
+        """Optimizer steps completed, by the optimizer with the most."""
         self.notes = Notes()
-        """After optimizer steps."""
+        """Notes after optimizer steps."""
         self.eval_notes = Notes()
-        """Before the calls of the evaluation that runs now, or ran last."""
+        """Notes before the calls of the current or last evaluation."""
         self.call_notes = Notes()
-        """Before the training calls since the last optimizer step."""
+        """Notes before the training calls since the last optimizer step."""
         self.most_calls = 0
-        """Of a step that was finished."""
+        """Most training calls in a completed step."""
         self.evaluating = False
-        """Whether the last call of a root evaluated."""
+        """Whether the last call of a root was in evaluation."""
         self.trained = False
-        """Whether a root was called to train."""
+        """Whether a root was called in training."""
         self.in_step = False
-        """Whether it was, and no optimizer has stepped since."""
+        """Whether a root was called in training since the last optimizer step."""
         self.inputs = Inputs()
         self.largest_before = Inputs()
-        """The largest of a training call whose step was finished."""
+        """The largest inputs of training calls in completed steps."""
         self._steps_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -133,7 +135,7 @@ class Logbook:
                 self._look_for_roots()
 
         def look_and_evaluate(module: nn.Module) -> nn.Module:
-            # Others may be there already; looking takes long, so once for each module.
+            # New roots may exist already; searching takes long, so it is done once per module.
             if module not in self._hooked and module not in self._looked_for:
                 self._looked_for.add(module)
                 self._look_for_roots()
@@ -145,8 +147,8 @@ class Logbook:
         )
         self._look_for_roots()
         try:
-            # An optimizer is made when the model is there and has not run yet; where there is none,
-            # a model is told to evaluate.
+            # An optimizer is created when the model exists but has not run yet; without an
+            # optimizer, a model is at least set to evaluation.
             with (
                 mock.patch.object(torch.optim.Optimizer, "add_param_group", add_group_and_look),
                 mock.patch.object(nn.Module, "eval", look_and_evaluate),
@@ -157,15 +159,15 @@ class Logbook:
                 hook.remove()
 
     def is_first_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has not finished a step yet."""
+        """Whether an optimizer has not completed a step yet."""
         return optimizer not in self._steps_of
 
     # -- roots ------------------------------------------------------------------------------------
 
     def _look_for_roots(self) -> None:
         for root in find_roots(gc.get_objects()):
-            # A module compiled in place would be compiled again for a new hook.
-            compiled = getattr(root, "_compiled_call_impl", None) is not None
+            # A module compiled in place would be recompiled because of a new hook.
+            compiled = getattr(root, COMPILED_CALL, None) is not None
             if root not in self._hooked and not compiled and has_parameters(root):
                 self._hooked[root] = root.register_forward_pre_hook(
                     self._before_call, with_kwargs=True
@@ -195,7 +197,7 @@ class Logbook:
         if is_partial():
             return
         if not self.steps and self.is_first_step(optimizer):
-            self._look_for_roots()  # what wraps the model may be younger than the optimizer
+            self._look_for_roots()  # the model's wrapper may have been created after the optimizer
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if is_partial():
@@ -213,29 +215,29 @@ class Logbook:
 
 
 def instances(kind: type[_Kind], objects: list[Any]) -> list[_Kind]:
-    """Those of all objects that are of a kind."""
-    # `type` and not `isinstance`: a proxy object may run code to say what it is. Each type is asked
-    # once: there may be a million objects.
+    """The objects of a kind, among all objects."""
+    # `type` rather than `isinstance`: a proxy object may run code for that. Each type is tested
+    # once, since there may be a million objects.
     kinds = {one for one in set(map(type, objects)) if issubclass(one, kind)}
     return [one for one in objects if type(one) in kinds]
 
 
 def find_roots(objects: list[Any]) -> list[nn.Module]:
-    """The modules among all objects that no other module holds."""
+    """The modules, among all objects, that are in no other module."""
     modules = instances(nn.Module, objects)
     inside = {id(child) for module in modules for child in _children(module)}
     return [module for module in modules if id(module) not in inside]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """A module's parts; none of one whose construction is not done or has failed."""
-    parts: dict[str, nn.Module | None] = vars(module).get("_modules", {})
+    """A module's children; none if its construction is incomplete or failed."""
+    parts: dict[str, nn.Module | None] = vars(module).get(CHILDREN, {})
     return [part for part in parts.values() if part is not None]
 
 
 def has_parameters(module: nn.Module) -> bool:
     """Whether a module, or one inside it, has weights."""
-    return "_parameters" in vars(module) and next(module.parameters(), None) is not None
+    return PARAMETERS in vars(module) and next(module.parameters(), None) is not None
 
 
 def larger(one: Inputs, other: Inputs) -> Inputs:

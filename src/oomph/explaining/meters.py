@@ -1,6 +1,6 @@
-"""Where numbers about a device's memory come from while a program runs.
+"""Sources of numbers about a device's memory while a program runs.
 
-A meter is read, never written: it changes nothing about the program it watches.
+A meter only reads: it changes nothing about the program it watches.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ import torch
 from torch import Tensor
 
 from oomph.errors import UnknownName
-from oomph.gpus import GPU, find_gpu
+from oomph.hardware import GPU, find_gpu
 from oomph.rehearsal.hidden import device_overhead
+from oomph.torch_compat import cuda
 from oomph.units import GIB
 
-#: Context and kernels of a process on a card that the catalogue does not know.
+#: Context and kernels of a process on a GPU that is not in the catalogue.
 _HIDDEN_ELSEWHERE = GIB // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What PyTorch's allocator counts; cheap to take."""
+    """The counters of PyTorch's allocator; cheap to read."""
 
     allocated: int
     reserved: int
     peak: int
-    """The most that was allocated so far."""
+    """Peak of allocated bytes so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """All there is to know about the device's memory at one moment."""
+    """Everything known about the device's memory at one moment."""
 
     allocated: int
     reserved: int
     limit: int
-    """What this process may reserve: all of the device, or the part that was set."""
+    """What this process may reserve: all of the device, or a fraction that was set."""
     total: int
     free: int
-    """What the driver could still give to anyone."""
+    """What the driver could still give to any process."""
     hidden: int
-    """What a process is expected to hold beside what it reserves: context and kernels."""
+    """What a process is expected to hold besides what it reserves: context and kernels."""
 
     @property
     def room(self) -> int:
@@ -53,12 +54,12 @@ class Reading:
 
     @property
     def unused(self) -> int:
-        """Reserved, and in no use."""
+        """Reserved but not in use."""
         return max(self.reserved - self.allocated, 0)
 
     @property
     def others(self) -> int:
-        """Held by other processes and libraries: what neither is free nor can be this process's."""
+        """Held by other processes and libraries: neither free nor accounted for by this process."""
         return max(self.total - self.free - self.reserved - self.hidden, 0)
 
     def as_dict(self) -> dict[str, int]:
@@ -87,24 +88,24 @@ class Meter(Protocol):
 
     @property
     def device(self) -> str:
-        """The device in words, as `cuda:0`."""
+        """The device's name, as `cuda:0`."""
 
     @property
     def gpu(self) -> str | None:
-        """The card's name in the catalogue, where it is there."""
+        """The GPU's name in the catalogue, if it is there."""
 
     @property
     def refusal(self) -> Refusal | None:
         """The last request that failed."""
 
     def is_ready(self) -> bool:
-        """Whether the program uses the device yet; asking does not start it."""
+        """Whether the program uses the device yet; checking does not initialize it."""
 
     def sample(self) -> Sample:
-        """What the allocator counts now."""
+        """The allocator's counters now."""
 
     def read(self) -> Reading:
-        """All numbers, now; asks the driver."""
+        """All numbers, now; queries the driver."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is on this device."""
@@ -120,22 +121,22 @@ class CudaMeter:
 
     @property
     def index(self) -> int | None:
-        """The device's number; None as long as CUDA does not run."""
+        """The device's index; None before CUDA is initialized."""
         return self._index
 
     @property
     def device(self) -> str:
-        """The device in words."""
+        """The device's name."""
         return f"cuda:{self._index or 0}"
 
     @property
     def gpu(self) -> str | None:
-        """The card's name in the catalogue."""
+        """The GPU's name in the catalogue."""
         card = self._card()
         return card.name if card is not None else None
 
     def is_ready(self) -> bool:
-        """Whether CUDA runs in this process; from then on refusals are noted."""
+        """Whether CUDA is initialized in this process; from then on, refusals are recorded."""
         if not torch.cuda.is_initialized():
             return False
         if self._index is None:
@@ -163,7 +164,7 @@ class CudaMeter:
         return tensor.device.type == "cuda" and tensor.device.index == self._index
 
     def note_refusal(self, asked: int, limit: int, free: int) -> None:
-        """Called by the allocator, right before it raises."""
+        """Called by the allocator right before it raises."""
         _, total = torch.cuda.mem_get_info(self._index)
         reading = self._reading(free=free, total=total, limit=limit)
         self.refusal = Refusal(asked=asked, reading=reading)
@@ -187,7 +188,7 @@ class CudaMeter:
             return None
 
 
-#: The meters of this process that are in use: a watch inside another one has its own.
+#: The meters in use in this process: a nested watch has its own.
 _meters: weakref.WeakSet[CudaMeter] = weakref.WeakSet()
 
 
@@ -198,10 +199,8 @@ def _note_refusals_for(meter: CudaMeter) -> None:
 
 @functools.cache
 def _observe() -> None:
-    """Once: the allocator takes observers and never gives them back."""
-    # Looked up by name: builds for the CPU lack it.
-    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
-    attach(_on_refusal)
+    """Register once: the allocator's observers cannot be removed."""
+    cuda.on_out_of_memory(_on_refusal)
 
 
 def _on_refusal(device: int, asked: int, limit: int, free: int, *_: Any) -> None:
@@ -211,5 +210,5 @@ def _on_refusal(device: int, asked: int, limit: int, free: int, *_: Any) -> None
 
 
 def find_meter() -> Meter | None:
-    """The meter of this PyTorch's device; None where it has none but the CPU."""
+    """The meter of this PyTorch's device; None if it supports only the CPU."""
     return CudaMeter() if torch.backends.cuda.is_built() else None

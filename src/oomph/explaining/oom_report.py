@@ -1,4 +1,4 @@
-"""The report of a program that ran out of memory: plain JSON in a file nobody else can read."""
+"""The report of a program that ran out of memory: plain JSON in a file private to its owner."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from oomph.errors import BadInput
 from oomph.explaining.causes import Cause, Evidence
 from oomph.explaining.remedies import Remedy
+from oomph.files.reading import check_name
 from oomph.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -20,7 +21,7 @@ KIND = "oomph watch"
 
 @dataclass(frozen=True, kw_only=True)
 class OomReport:
-    """Why memory ran out, what was alive, and what would have helped. All sizes are bytes."""
+    """Why memory ran out, what was alive, and what would have helped. All sizes are in bytes."""
 
     device: str
     gpu: str | None
@@ -28,7 +29,7 @@ class OomReport:
     program: str
     """The command line."""
     causes: tuple[Cause, ...]
-    """The heaviest first; the last is that it does not fit as it is."""
+    """The largest first; the last is that it does not fit as it is."""
     remedies: tuple[Remedy, ...]
     evidence: Evidence
 
@@ -39,7 +40,7 @@ class OomReport:
 
     @property
     def verdict(self) -> str:
-        """What the command line's exit code follows."""
+        """The verdict that determines the command line's exit code."""
         return "does_not_fit"
 
     @property
@@ -89,8 +90,12 @@ class OomReport:
 
 
 def check_report_path(path: str | Path) -> Path:
-    """Say now, not when memory runs out, that a report cannot be written."""
+    """Check now, rather than when memory runs out, that the report can be written."""
     target = Path(path)
+    try:
+        check_name(target)
+    except OSError as error:
+        raise BadInput(f"cannot write the report to {str(path)!r}: {error.strerror}") from None
     if target.is_dir():
         raise BadInput(f"{target} is a folder; name the file for the report")
     if not target.parent.is_dir():
@@ -101,10 +106,10 @@ def check_report_path(path: str | Path) -> Path:
 
 
 def write_report(report: OomReport, path: Path | None) -> Path:
-    """Write it where it shall be, or to a new file in the folder for temporary ones."""
+    """Write the report to the given path, or to a new temporary file."""
     text = json.dumps(report.as_dict(), indent=2) + "\n"
     folder = path.parent if path is not None else None
-    # Made for its owner alone; a file that is there is replaced only by a whole one.
+    # Created readable only by its owner; an existing file is replaced atomically.
     handle, name = tempfile.mkstemp(prefix="oomph-", suffix=".json", dir=folder)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,60 +1,84 @@
-"""Reads a pickle of plain values as a stream: nothing in it is ever run, and little of it is kept.
+"""Reads a pickle of plain values as a stream: runs nothing in it, and keeps little of it.
 
-Only numbers, words, bytes, lists, dicts, tuples, booleans and None can be in such a file; anything
-else is refused by name, before it means anything. There is no import and no call in here that a
-file could reach.
+Only numbers, strings, bytes, lists, dicts, tuples, booleans and None are allowed in such a file;
+anything else is refused by name before it takes effect. A file cannot reach any import or call in
+this code.
 
-Memory stays small because each dict that goes into a list is first offered to the caller, who may
-take what it needs and let go of it. What is kept beside that: four bytes for each object a file may
-refer to again, and at most `MOST_KEPT` values. A file that needs more is refused.
+Memory use is small because each dict that goes into a list is first offered to the caller, who may
+take what it needs and drop the rest. Beyond that, the reader keeps four bytes for each object that
+the file may refer to again, and at most `MOST_KEPT` values. A file that needs more is refused.
+
+The result is also safe to walk, print or compare: keys are strings or numbers, nothing is nested
+deeper than `DEEPEST`, and a value counts as often as it is referred to, so that none expands to
+more than `MOST_KEPT`. A list or dict inside another can no longer change, so none can contain
+itself.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Protocol
 
 from oomph.errors import BadInput
 
 CHUNK = 1 << 20
-#: The longest word, and the most values, of a file that is worth reading.
+#: Longest string, and most values, in a file that is worth reading.
 LONGEST = 1 << 20
 MOST_KEPT = 4_000_000
-#: No opcode with its argument is longer, but for words.
+#: Most bytes of strings with a four-byte length; function names may be that long.
+MOST_TEXT = 1 << 30
+#: Levels of nested lists, dicts and tuples; a snapshot has eight.
+DEEPEST = 100
+#: No opcode with its argument is longer, except for strings.
 _MARGIN = 300
 
 _index = struct.Struct("<I").unpack_from
 
-#: What a caller returns for a dict it has no more use for.
+#: Returned by a caller for a dict that it no longer needs.
 CONSUMED = object()
 
 
 class List(list[Any]):
-    """A list that knows where the file may refer to it."""
+    """A list that knows its memo index in the file, and the size of its contents.
 
-    __slots__ = ("at",)
+    Attributes that are not set have the values of a list of strings and numbers outside any other.
+    """
+
+    __slots__ = ("at", "depth", "inner", "within")
     at: int
+    depth: int
+    inner: int
+    """Number of values inside its values."""
+    within: bool
+    """Whether it is already part of another value."""
 
 
 class Map(dict[Any, Any]):
-    """A dict that knows where the file may refer to it."""
+    """A dict with the same attributes."""
 
-    __slots__ = ("at",)
+    __slots__ = ("at", "depth", "inner", "within")
     at: int
+    depth: int
+    inner: int
+    within: bool
+
+
+_CONTAINERS = frozenset({List, Map, tuple})
+_KEYS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 class Swap(Protocol):
-    """From now on, the file's references to a list mean something else."""
+    """Redirects the file's later references to a list to another value."""
 
     def __call__(self, old: List, new: Any) -> None: ...
 
 
-#: Given each dict that goes into a list; returns what goes there in its place, or `CONSUMED`.
+#: Called with each dict that goes into a list; returns its replacement, or `CONSUMED`.
 Take = Callable[[Map, Swap], Any]
 
-#: Opcodes that would import, call or build something, as the format names them.
+#: Opcodes that would import, call or build something, with their names in the format.
 _REFUSED = {
     b"c": "GLOBAL",
     b"\x93": "STACK_GLOBAL",
@@ -73,31 +97,35 @@ _REFUSED = {
 
 
 def read_plain_pickle(file: BinaryIO, take: Take) -> Any:
-    """What the pickle holds, less what `take` took."""
+    """What the pickle contains, without what `take` took."""
     try:
         return _Reader(file, take).read()
     except (IndexError, struct.error):
         raise BadInput("the file is cut short, or is no pickle") from None
-    except (AttributeError, TypeError, KeyError):
+    except (AttributeError, TypeError, KeyError, ValueError, OverflowError):
         raise BadInput("the file is no pickle of plain values: its parts do not fit") from None
 
 
 class _Reader:
-    """The stack machine that a pickle is a program for, with all that could do harm left out."""
+    """The stack machine that runs a pickle, without all harmful opcodes."""
 
     def __init__(self, file: BinaryIO, take: Take) -> None:
         self._file = file
         self._take = take
-        #: For each object the file may refer to: where in `_kept` it is; 0 is gone.
+        #: For each object that the file may refer to: its index in `_kept`; 0 if it is gone.
         self._memo = array("I")
         self._kept: list[Any] = [None]
         self._free: list[int] = []
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._retained = 0
+        self._text = 0
+        #: By id, tuples that contain containers: the tuple (so that the id stays valid), its depth
+        #: and its expanded size.
+        self._tuples: dict[int, tuple[tuple[Any, ...], int, int]] = {}
 
     def read(self) -> Any:
-        """Run to the end; the value that is left is the answer."""
+        """Run to the end; the remaining value is the result."""
         file, stack = self._file, self._stack
         memo, kept = self._memo, self._kept
         buffer, at = file.read(CHUNK), 0
@@ -110,7 +138,7 @@ class _Reader:
                 self._check_size()
             op = buffer[at]
             at += 1
-            # In the order of how often they come.
+            # In order of frequency.
             if op == 0x68:  # h BINGET
                 stack.append(self._get(buffer[at]))
                 at += 1
@@ -120,7 +148,7 @@ class _Reader:
                 if not slot:
                     self._refuse_gone()
                 stack.append(kept[slot])
-                # A stack is a run of references: most of a snapshot is these.
+                # A stack trace is a run of references, which make up most of a snapshot.
                 while at < edge and buffer[at] == 0x6A:
                     slot = memo[_index(buffer, at + 1)[0]]
                     at += 5
@@ -149,6 +177,8 @@ class _Reader:
             elif op == 0x28:  # ( MARK
                 self._marks.append(stack)
                 stack = self._stack = []
+                if len(self._marks) > DEEPEST:
+                    _refuse_deep()
             elif op == 0x75:  # u SETITEMS
                 items, stack = stack, self._pop_mark()
                 self._set(stack[-1], items)
@@ -171,12 +201,15 @@ class _Reader:
             elif op == 0x72:  # r LONG_BINPUT
                 self._put(_index(buffer, at)[0], stack[-1])
                 at += 4
-            elif op in _LENGTHS:  # words and bytes whose length takes four or eight bytes
+            elif op in _LENGTHS:  # strings and bytes with a length of four or eight bytes
                 width, is_word = _LENGTHS[op]
                 size = int.from_bytes(buffer[at : at + width], "little")
                 at += width
                 if size > LONGEST:
                     raise BadInput(f"the file holds a value of {size:,} bytes: no memory snapshot")
+                self._text += size
+                if self._text > MOST_TEXT:
+                    raise BadInput("the file holds too many long words: no memory snapshot")
                 if len(buffer) - at < size:
                     buffer, at = buffer[at:] + file.read(size), 0
                     edge = len(buffer) - _MARGIN
@@ -199,10 +232,10 @@ class _Reader:
             elif 0x85 <= op <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
                 size = op - 0x84
                 items = [stack.pop() for _ in range(size)][::-1]
-                stack.append(tuple(items))
+                stack.append(self._tuple(items))
             elif op == 0x74:  # t TUPLE
                 items, stack = stack, self._pop_mark()
-                stack.append(tuple(items))
+                stack.append(self._tuple(items))
             elif op == 0x80:  # PROTO
                 at += 1
             elif op == 0x2E:  # . STOP
@@ -218,26 +251,69 @@ class _Reader:
 
     def _set(self, target: Any, items: list[Any]) -> None:
         _check(target, Map)
-        target.update(zip(items[::2], items[1::2], strict=True))
-        self._retained += len(items) // 2
+        keys, values = items[::2], items[1::2]
+        if not _KEYS.issuperset(map(type, keys)):
+            raise BadInput("the file has a key that is no word or number: no memory snapshot")
+        target.update(zip(keys, values, strict=True))
+        self._retained += len(values)
+        if not _CONTAINERS.isdisjoint(map(type, values)):
+            self._count_in(target, values)
+        elif getattr(target, "within", False):
+            _refuse_change()
 
     def _extend(self, target: Any, items: list[Any]) -> None:
         _check(target, List)
-        if Map not in set(map(type, items)):
+        before = len(target)
+        kinds = set(map(type, items))
+        if Map in kinds:
+            for item in items:
+                taken = item
+                if type(item) is Map:
+                    taken = self._take(item, self._swap)
+                    if taken is not item:
+                        self._swap(item, taken)
+                if taken is not CONSUMED:
+                    target.append(taken)
+            kinds = set(map(type, target[before:]))
+        else:
             target.extend(items)
-            self._retained += len(items)
-            return
-        for item in items:
-            if type(item) is not Map:
-                target.append(item)
-                self._retained += 1
-                continue
-            taken = self._take(item, self._swap)
-            if taken is not item:
-                self._swap(item, taken)
-            if taken is not CONSUMED:
-                target.append(taken)
-                self._retained += 1
+        self._retained += len(target) - before
+        if not _CONTAINERS.isdisjoint(kinds):
+            self._count_in(target, target[before:])
+        elif getattr(target, "within", False):
+            _refuse_change()
+
+    def _count_in(self, target: List | Map, new: Sequence[Any]) -> None:
+        """Update the depth and size of a list or dict after values were put into it."""
+        deepest, unfolded = self._measure(new)
+        target.depth = max(getattr(target, "depth", 1), deepest + 1)
+        target.inner = getattr(target, "inner", 0) + unfolded - len(new)
+        _check_measures(target.depth, target.inner)
+        if getattr(target, "within", False):  # perhaps part of itself, by what was just added
+            _refuse_change()
+
+    def _measure(self, parts: Sequence[Any]) -> tuple[int, int]:
+        """The depth of the deepest of these, and the number of values in all of them, expanded."""
+        deepest = unfolded = 0
+        for part in parts:
+            unfolded += 1
+            if type(part) is List or type(part) is Map:
+                part.within = True
+                deepest = max(deepest, getattr(part, "depth", 1))
+                unfolded += len(part) + getattr(part, "inner", 0)
+            elif type(part) is tuple:
+                _, depth, size = self._tuples.get(id(part), (part, 1, len(part)))
+                deepest, unfolded = max(deepest, depth), unfolded + size
+        return deepest, unfolded
+
+    def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
+        made = tuple(items)
+        if not _CONTAINERS.isdisjoint(map(type, made)):
+            deepest, unfolded = self._measure(made)
+            _check_measures(deepest + 1, unfolded)
+            self._tuples[id(made)] = made, deepest + 1, unfolded
+            self._retained += len(made)
+        return made
 
     def _put(self, index: int, value: Any) -> None:
         if index > len(self._memo):
@@ -262,7 +338,7 @@ class _Reader:
         return self._kept[slot]
 
     def _swap(self, old: Any, new: Any) -> None:
-        """References to `old` mean `new` from here on, or nothing where it was consumed."""
+        """Redirect references to `old` to `new` from here on; if consumed, they become invalid."""
         self._retained -= len(old)
         at = getattr(old, "at", None)
         if at is None or not self._memo[at]:
@@ -288,8 +364,25 @@ class _Reader:
 
 
 _CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False}
-#: BINUNICODE, BINUNICODE8, BINBYTES, BINBYTES8: bytes of the length, and whether it is a word.
+#: BINUNICODE, BINUNICODE8, BINBYTES, BINBYTES8: width of the length, and whether it is a string.
 _LENGTHS = {0x58: (4, True), 0x8D: (8, True), 0x42: (4, False), 0x8E: (8, False)}
+
+
+def _check_measures(depth: int, unfolded: int) -> None:
+    if depth > DEEPEST:
+        _refuse_deep()
+    if unfolded > MOST_KEPT:
+        raise BadInput(
+            f"the file holds a value that unfolds into more than {MOST_KEPT:,}: no memory snapshot"
+        )
+
+
+def _refuse_change() -> None:
+    raise BadInput("the file changes a value that is part of another: no memory snapshot")
+
+
+def _refuse_deep() -> None:
+    raise BadInput(f"the file is nested more than {DEEPEST} levels deep: no memory snapshot")
 
 
 def _check(target: Any, kind: type) -> None:

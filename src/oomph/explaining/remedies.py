@@ -1,4 +1,4 @@
-"""What would have helped against each cause, with the bytes it is predicted to save."""
+"""Remedies for each cause, with the bytes they are predicted to save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oomph.explaining.causes import (
 )
 from oomph.rehearsal.timeline import Category
 
-#: State in 8 bits keeps a quarter of fp32 state, and a scale for each block.
+#: 8-bit state takes a quarter of fp32 state, plus a scale for each block.
 _LOW_BIT_PART = 0.26
 
 
@@ -25,9 +25,9 @@ class Remedy:
 
     do: str
     saves: int | None
-    """Bytes, predicted from what was seen; None where they cannot be."""
+    """Bytes, predicted from what was recorded; None if that is not possible."""
     enough: bool | None
-    """Whether that covers the request that failed."""
+    """Whether that is enough for the failed request."""
     why: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ _Suggestion = tuple[str, int | None, str]
 
 
 def find_remedies(cause: Cause, evidence: Evidence, next_command: str) -> tuple[Remedy, ...]:
-    """What helps against the cause, and what to type to see what would make it fit."""
+    """Remedies for the cause, and the command to run next to see what would make it fit."""
     suggestions = [*_RULES[cause.kind](cause, evidence)]
     remedies = [
         Remedy(

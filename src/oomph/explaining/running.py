@@ -1,4 +1,4 @@
-"""`oomph run script.py …`: an unmodified script, run as Python would, and watched."""
+"""`oomph run script.py …`: runs an unmodified script as Python would, and watches it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oomph.explaining.meters import Meter
 from oomph.explaining.oom_report import OomReport
 from oomph.explaining.watching import watch
 
-#: When the script ran out of memory: the code of what does not fit.
+#: Exit code if the script ran out of memory: the same as for "does not fit".
 OUT_OF_MEMORY = 3
 
 
@@ -31,7 +31,7 @@ def run_script(
 ) -> int:
     """Run a script to its end; returns its exit code, or `OUT_OF_MEMORY`.
 
-    `tell` is given the report where memory ran out.
+    If memory runs out, `tell` is called with the report.
     """
     script = Path(path)
     if not script.is_file():
@@ -54,7 +54,7 @@ def run_script(
 
 @contextmanager
 def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as `python script args` would set them."""
+    """Set `sys.argv` and `sys.path` as `python script args` would."""
     folder = str(script.parent.resolve())
     with (
         mock.patch.object(sys, "argv", [str(script), *args]),
@@ -64,7 +64,7 @@ def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """As Python answers `sys.exit(…)`: nothing is 0, words go to stderr and are 1."""
+    """The exit code of `sys.exit(…)` as in Python: None is 0, text goes to stderr and is 1."""
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
@@ -74,7 +74,7 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """As Python would print it, without the frames that ran the script."""
+    """Print it as Python would, without the frames that ran the script."""
     shown = error.__traceback__
     while shown is not None and _is_around(shown.tb_frame.f_code.co_filename):
         shown = shown.tb_next

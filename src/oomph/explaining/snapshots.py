@@ -1,7 +1,7 @@
-"""A memory snapshot of PyTorch's: what was allocated, from which line, and where the peak was.
+"""A PyTorch memory snapshot: what was allocated, by which line, and where the peak was.
 
-`torch.cuda.memory._dump_snapshot` writes one. It is read as a stream: each event and block is added
-up and forgotten, so a snapshot of any size takes little memory (see `plain_pickle`).
+`torch.cuda.memory._dump_snapshot` writes one. It is read as a stream: each event and block is
+counted and dropped, so a snapshot of any size takes little memory (see `plain_pickle`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,20 @@ from typing import Any, BinaryIO, NamedTuple
 
 from oomph.errors import BadInput
 from oomph.explaining.plain_pickle import CONSUMED, List, Map, Swap, read_plain_pickle
+from oomph.files.reading import open_regular
+from oomph.quoting import printable
 
 NO_STACK = "(no stack recorded)"
 OTHERS = "(others)"
-#: Lines beyond so many are counted together.
-MOST_SITES = 100_000
-#: What is alive is copied again when a peak is this much higher than the last one copied.
+#: Most frames to remember, and most lines to tell apart: others are counted together.
+MOST_FRAMES = 100_000
+MOST_SITES = 20_000
+#: Most live allocations at a time: a GPU has far fewer.
+MOST_LIVE = 4_000_000
+#: Longest label of a line, and the limit for sizes and addresses.
+_LONGEST_LABEL = 300
+_LARGEST = 1 << 64
+#: What is alive is recorded again if a peak is this much higher than the last recorded one.
 _HIGHER = 1.01
 _LIBRARIES = ("site-packages", "dist-packages", "/torch/", "<frozen", "<string>")
 
@@ -27,7 +35,13 @@ class _Frame(NamedTuple):
     label: str
     is_python: bool
     own: bool
-    """Of the user's program, no library's."""
+    """Whether it is in the user's program rather than a library."""
+
+
+class _Label(str):
+    """The label that replaced a stack; strings from the file have another type."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +55,26 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a snapshot says. All sizes are bytes."""
+    """What a snapshot says. All sizes are in bytes."""
 
     allocated: int
     reserved: int
     unused_blocks: int
-    """How many pieces the unused memory is in."""
+    """Number of pieces of unused memory."""
     largest_unused: int
     segments: int
     sites: dict[str, int]
-    """Allocated when it was taken, by the line that asked for it."""
+    """Bytes allocated when it was taken, by the line that requested them."""
     peak: int
-    """The most that was allocated while events were recorded."""
+    """Peak of allocated bytes while events were recorded."""
     sites_at_peak: dict[str, int]
-    """What had been asked for since recording began and was alive at the peak, to within 1 %."""
+    """Allocations since recording began that were alive at the peak, to within 1 %."""
     events: int
     ooms: tuple[Refused, ...]
 
     @property
     def unused(self) -> int:
-        """Reserved, and in no use."""
+        """Reserved but not in use."""
         return max(self.reserved - self.allocated, 0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,9 +95,9 @@ class Snapshot:
 
 
 def read_snapshot(path: str | Path) -> Snapshot:
-    """Read a snapshot; refuses whatever is none, and runs nothing of it."""
+    """Read a snapshot, running nothing in it; refuses any other file."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             return parse_snapshot(file)
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
@@ -92,7 +106,7 @@ def read_snapshot(path: str | Path) -> Snapshot:
 
 
 def parse_snapshot(file: BinaryIO) -> Snapshot:
-    """The snapshot in an open file."""
+    """Parse the snapshot in an open file."""
     tally = _Tally()
     value = read_plain_pickle(file, tally.take)
     known = isinstance(value, dict) and bool({"segments", "device_traces"} & value.keys())
@@ -103,7 +117,7 @@ def parse_snapshot(file: BinaryIO) -> Snapshot:
 
 
 class _Tally:
-    """Adds up events, blocks and segments as they come."""
+    """Adds up events, blocks and segments as they are read."""
 
     def __init__(self) -> None:
         self.segments = 0
@@ -113,7 +127,7 @@ class _Tally:
         self._largest_unused = 0
         self._sites: Counter[str] = Counter()
         self._frames: dict[tuple[Any, ...], _Frame] = {}
-        self._labels: dict[str, str] = {}
+        self._labels: dict[_Label, _Label] = {}
         self._events = 0
         self._ooms: list[Refused] = []
         self._live: dict[int, tuple[int, str]] = {}
@@ -123,7 +137,7 @@ class _Tally:
         self._rising = False
 
     def take(self, item: Map, swap: Swap) -> Any:
-        """Count what a dict stands for; see `plain_pickle.Take`."""
+        """Count a dict according to its kind; see `plain_pickle.Take`."""
         if "filename" in item and "line" in item:
             return self._frame(item)
         if "action" in item:
@@ -138,7 +152,7 @@ class _Tally:
         return CONSUMED
 
     def snapshot(self) -> Snapshot:
-        """The sums."""
+        """The totals."""
         self._copy_peak()
         return Snapshot(
             allocated=self._allocated,
@@ -147,7 +161,7 @@ class _Tally:
             largest_unused=self._largest_unused,
             segments=self.segments,
             sites=_largest_first(self._sites),
-            # Events begin somewhere in a run: only how far below the peak it ended is known.
+            # Recording may start at any time, so only the drop from the peak to the end is known.
             peak=self._allocated + max(self._highest - self._now, 0),
             sites_at_peak=_largest_first(self._at_peak),
             events=self._events,
@@ -156,29 +170,32 @@ class _Tally:
 
     def _frame(self, item: Map) -> _Frame:
         file, line, name = item["filename"], item["line"], item.get("name", "")
+        if not (type(file) is str and type(line) is int and type(name) is str):
+            raise BadInput("a frame of the snapshot has no filename, line and name of their kind")
         found = self._frames.get((file, line, name))
         if found is None:
-            is_python = str(file).endswith(".py")
-            own = is_python and not any(part in str(file) for part in _LIBRARIES)
-            short = "/".join(PurePath(str(file)).parts[-2:])
-            label = f"{short}:{line} {name}" if is_python else str(name)[:200]
-            found = _Frame(label, is_python, own)
-            if len(self._frames) < MOST_SITES:
+            _number(item, "line")
+            is_python = file.endswith(".py")
+            own = is_python and not any(part in file for part in _LIBRARIES)
+            short = "/".join(PurePath(file).parts[-2:])[-_LONGEST_LABEL:]
+            label = f"{short}:{line} {name}"[:_LONGEST_LABEL] if is_python else name[:200]
+            found = _Frame(printable(label), is_python, own)
+            if len(self._frames) < MOST_FRAMES:
                 self._frames[file, line, name] = found
         return found
 
     def _site(self, frames: Any, swap: Swap) -> str:
-        """The user's line that led to an allocation: the innermost that is no library's."""
-        if isinstance(frames, str):
-            return frames  # seen before, and swapped for its label
+        """The user's line that led to an allocation: the innermost outside libraries."""
+        if type(frames) is _Label:
+            return frames  # already replaced
         if type(frames) is not List or not frames:
             return NO_STACK
         known = [one for one in frames if type(one) is _Frame]
         chosen = next((one for one in known if one.own), None)
         chosen = chosen or next((one for one in known if one.is_python), None)
-        label = chosen.label if chosen is not None else NO_STACK
+        label = _Label(chosen.label if chosen is not None else NO_STACK)
         if len(self._labels) >= MOST_SITES and label not in self._labels:
-            label = OTHERS
+            label = _Label(OTHERS)
         label = self._labels.setdefault(label, label)
         swap(frames, label)
         return label
@@ -186,10 +203,11 @@ class _Tally:
     def _block(self, item: Map, swap: Swap) -> None:
         size = _size(item, "size")
         frames = item.get("frames")
-        for past in item.get("history") or ():  # snapshots before torch 2.1 keep stacks there
+        history = item.get("history")  # snapshots before torch 2.1 keep stacks there
+        for past in history if isinstance(history, list) else ():
             frames = frames or (past.get("frames") if isinstance(past, dict) else None)
         site = self._site(frames, swap)
-        if str(item["state"]).startswith("active"):
+        if _word(item, "state").startswith("active"):
             self._allocated += size
             self._sites[site] += size
         else:
@@ -198,17 +216,19 @@ class _Tally:
 
     def _event(self, item: Map, swap: Swap) -> None:
         self._events += 1
-        action, size = item["action"], _size(item, "size")
+        action, size = _word(item, "action"), _size(item, "size")
         site = self._site(item.get("frames"), swap)
         if action == "alloc":
-            self._live[_size(item, "addr")] = size, site
+            self._live[_number(item, "addr")] = size, site
+            if len(self._live) > MOST_LIVE:
+                raise BadInput(f"more than {MOST_LIVE:,} allocations live at once: no snapshot")
             self._by_site[site] += size
             self._now += size
             if self._now > self._highest:
                 self._highest, self._rising = self._now, True
         elif action == "free_completed":
             self._copy_peak()
-            known, site = self._live.pop(_size(item, "addr"), (0, ""))
+            known, site = self._live.pop(_number(item, "addr"), (0, ""))
             if known:
                 self._by_site[site] -= known
             self._now -= size
@@ -219,7 +239,7 @@ class _Tally:
             ]
 
     def _copy_peak(self) -> None:
-        """At the end of a rise, what is alive; only if it is worth the copy."""
+        """At the end of a rise, record what is alive, if the peak is worth it."""
         if self._rising and self._highest > self._copied * _HIGHER:
             self._copied = self._highest
             self._at_peak = {site: size for site, size in self._by_site.items() if size > 0}
@@ -227,9 +247,29 @@ class _Tally:
 
 
 def _size(item: Map, *names: str) -> int:
-    value = next((item[name] for name in names if name in item), 0)
-    if not isinstance(value, int):
+    size = _number(item, *names)
+    if size < 0:
+        raise BadInput(f"the snapshot's {names[0]} is {size}: no size is negative")
+    return size
+
+
+def _number(item: Map, *names: str) -> int:
+    value: Any = 0
+    for name in names:
+        if name in item:
+            value = item[name]
+            break
+    if type(value) is not int:
         raise BadInput(f"the snapshot's {names[0]} is {type(value).__name__}, not a number")
+    if not -_LARGEST < value < _LARGEST:
+        raise BadInput(f"the snapshot's {names[0]} has more than 64 bits")
+    return value
+
+
+def _word(item: Map, name: str) -> str:
+    value = item[name]
+    if type(value) is not str:
+        raise BadInput(f"the snapshot's {name} is {type(value).__name__}, not a word")
     return value
 
 

@@ -1,7 +1,7 @@
-"""`with oomph.watch(): …`: when memory runs out, say why, and let the error go on.
+"""`with oomph.watch(): …`: explains out-of-memory errors and re-raises them.
 
-The error that leaves is the one that was raised, with a note. While nothing happens, a few numbers
-a step are written down (see `Logbook`) and nothing else.
+The original error is raised, with a note. While a program runs normally, only a few numbers per
+step are recorded (see `Logbook`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from oomph.explaining.remedies import Remedy, find_remedies
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:
-    from oomph.job import Job
+    from oomph.jobs.job import Job
 
 _NOTE = "oomph: "
 _FIT = "oomph.fit(model, optimizer, loss, batch)"
@@ -44,7 +44,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Watch:
-    """What `oomph.watch()` gives: a context, or a decorator."""
+    """The result of `oomph.watch()`: a context manager or a decorator."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Watch:
         self.report_path: Path | None = None
 
     def __call__(self, function: _Function) -> _Function:
-        """As a decorator: each call is watched by itself."""
+        """As a decorator: each call is watched separately."""
         return _watched(function, self._again)
 
     def __enter__(self) -> Watch:
@@ -73,7 +73,7 @@ class Watch:
             raise BadInput("this watch is in use already; make another one inside it")
         with contextlib.ExitStack() as stack:
             if self._meter is not None:
-                # What is refused before any module is called must be noted, too.
+                # Refusals before any module is called must be recorded, too.
                 self._meter.is_ready()
                 self._logbook = Logbook(self._meter)
                 stack.enter_context(self._logbook.open())
@@ -93,7 +93,7 @@ class Watch:
             return
         try:
             self._explain(error, traceback)
-        except Exception as problem:  # the user's error must leave, whatever becomes of ours
+        except Exception as problem:  # the user's error must be raised, whatever happens to ours
             error.add_note(f"{_NOTE}could not explain it: {type(problem).__name__}: {problem}")
 
     def _explain(self, error: BaseException, traceback: TracebackType | None) -> None:
@@ -152,12 +152,12 @@ def watch(
     meter: Meter | None = None,
     next_command: str = _FIT,
 ) -> Any:
-    """Explain an out-of-memory error of whatever runs inside: as a context or as a decorator.
+    """Explain an out-of-memory error of the code inside, as a context manager or decorator.
 
     The cause is printed in one line, and a report is written to `report`, or else to a private file
-    whose path is printed. With `job` a plan that would fit is looked for and named as well. `meter`
-    is where the device's numbers come from: the CUDA device in use, unless another is given.
-    `next_command` is what the report says to try next; {gpu} in it becomes the card's name.
+    whose path is printed. With `job`, a plan that would fit is also searched for and named. `meter`
+    is the source of the device's numbers: by default the CUDA device in use. `next_command` is what
+    the report suggests to run next; {gpu} in it is replaced by the GPU's name.
     """
     chosen = meter if meter is not None else find_meter()
     made = Watch(report=report, job=job, meter=chosen, next_command=next_command)
@@ -165,7 +165,7 @@ def watch(
 
 
 def say_remedy(remedy: Remedy) -> str:
-    """`try X: would save 1.2 GiB (predicted), enough; because …`."""
+    """Format as `try X: would save 1.2 GiB (predicted), enough; because …`."""
     effect = ""
     if remedy.saves is not None:
         verdict = "enough for this request" if remedy.enough else "not enough by itself"
@@ -176,10 +176,10 @@ def say_remedy(remedy: Remedy) -> str:
 def _gather(
     meter: Meter, logbook: Logbook, error: BaseException, traceback: TracebackType | None
 ) -> Evidence:
-    """Everything there is to see while the traceback still holds it; the result holds no tensor."""
-    # Another kind of error did not come from the allocator; its last refusal is an older story.
+    """Collect evidence while the traceback still holds it; the result holds no tensor."""
+    # Other kinds of errors did not come from the allocator; its last refusal is an old one.
     refusal = meter.refusal if isinstance(error, torch.OutOfMemoryError) else None
-    # A device that began only inside notes nothing before the first module is called.
+    # A device first used inside the watch records no refusals before the first module call.
     refusal = refusal or Refusal(asked=size_asked_for(error), reading=meter.read())
     frames = frames_of(traceback)
     try:
@@ -201,9 +201,8 @@ def _gather(
 
 
 def _plan(job: Job, meter: Meter, evidence: Evidence) -> Remedy:
-    """The plan that would have fitted what there was."""
-    from oomph.planning.attempt import NoPlan, try_plan
-    from oomph.reporting.plans import describe_plan_briefly
+    """A plan that would fit the available memory."""
+    from oomph.search.attempt import NoPlan, try_plan
 
     budget = evidence.reading.limit + (evidence.reading.hidden if meter.gpu is not None else 0)
     try:
@@ -216,7 +215,7 @@ def _plan(job: Job, meter: Meter, evidence: Evidence) -> Remedy:
         do=f"{_FIT[:-1]}, budget={budget})",
         saves=None,
         enough=True,
-        why=f"a plan fits: {describe_plan_briefly(attempt)}",
+        why=f"a plan fits: {attempt.summary}",
     )
 
 
@@ -236,5 +235,5 @@ def _watched(function: _Function, make: Callable[[], Watch]) -> _Function:
 
 
 def _has_note(error: BaseException) -> bool:
-    """Whether a watch further inside has explained it."""
+    """Whether a nested watch has already explained it."""
     return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))

@@ -1,1 +1,1 @@
-"""One line inside the frameworks people already use; each is imported only when it is used."""
+"""One-line integrations into popular frameworks; each is imported only when it is used."""

@@ -1,4 +1,4 @@
-"""Accelerate inside a budget: `prepare` with a plan applied, and the loop stays as it is.
+"""Accelerate inside a budget: `prepare` also applies a plan; the loop stays unchanged.
 
 model, optimizer, loader = prepare(accelerator, model, optimizer, loader, budget="24GiB")
 for batch in loader:
@@ -7,9 +7,9 @@ for batch in loader:
         optimizer.step()
         optimizer.zero_grad()
 
-The loader gives each batch in the plan's parts, and `accelerator.backward` weighs their losses, so
-that every optimizer step is one on the batch that was asked for. A prepared optimizer and scheduler
-step once for each.
+The loader yields each batch in the plan's parts, and `accelerator.backward` weighs their losses, so
+that every optimizer step is for the whole requested batch. A prepared optimizer and scheduler step
+once per batch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from oomph.integrations.framework_plan import (
     sample_batch,
     say_it,
 )
-from oomph.job import AUTOCAST, Job, Precision, batch_size, compute_loss, split_batch
-from oomph.planning.plan import Plan
-from oomph.reporting.plans import describe_plan_briefly
-from oomph.running.random_state import random_state_kept
-from oomph.techniques.micro_batch import in_evaluation
-from oomph.techniques.technique import Fidelity
+from oomph.jobs.job import AUTOCAST, Job, batch_size, compute_loss, split_batch
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.plan import Plan
+from oomph.plans.precisions import Precision
+from oomph.process.random_state import random_state_kept
+from oomph.techniques.parts_trial import in_evaluation
 from oomph.units import parse_bytes
 
 try:
@@ -43,11 +43,13 @@ try:
 except ImportError as error:
     raise MissingExtra("accelerate", "accelerate") from error
 
-#: Counts what a loss averages over.
+#: The accelerator's methods that clip the gradients of a batch.
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+#: Counts the items that a loss averages over.
 Items = Callable[[Any], Any]
 
 _PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
-#: What labels hold where there is nothing to predict.
+#: The label of positions where nothing is predicted.
 _IGNORED = -100
 
 
@@ -65,17 +67,18 @@ def prepare(
     unplanned: bool = False,
     say: Say = say_it,
 ) -> tuple[Any, ...]:
-    """What `accelerator.prepare` returns for the same arguments, with a plan applied.
+    """Return what `accelerator.prepare` returns for the same arguments, with a plan applied.
 
     `loss` is the one that the loop computes: `loss(model, batch)`, a criterion for pairs of inputs
-    and targets, or None for models that return their own. `items` counts what it averages over in
-    a batch; by default the labels that are not ignored, for models with their own loss, and samples
-    for others. `batch` is one like the largest there will be. `allow` is how far numbers may be
-    from those of the plain loop. With `unplanned`, training goes on without a plan where none can
-    be made. The loader's `take_back` makes the model plain again.
+    and targets, or None for models that return their own. `items` counts the items of a batch that
+    the loss averages over (1 for a sum). Without it, oomph reads this from the graph of the loss,
+    which works for averages over samples and over the labels of a model that computes its own loss.
+    `batch` is an example of the largest batches. `allow` is how far results may differ from those
+    of the plain loop. With `unplanned`, training continues without a plan if none can be made. The
+    loader's `take_back` undoes the plan.
     """
     if budget is not None:
-        parse_bytes(budget)  # complains at once
+        parse_bytes(budget)  # raises early
     things = (model, optimizer, loader, *others)
     prepared = None
     try:
@@ -84,7 +87,7 @@ def prepare(
                 "oomph plans for one process in fp32, fp16 or bf16, not for"
                 f" {accelerator.num_processes} in {accelerator.mixed_precision}"
             )
-        # Before it is prepared: accelerate's loader would take note of being looked into.
+        # Before `prepare`, because accelerate's loader would register this iteration.
         sample = batch if batch is not None else sample_batch(loader, accelerator.device)
         prepared = accelerator.prepare(*things)
         model, stepped, inner, *rest = prepared
@@ -96,7 +99,7 @@ def prepare(
             precision=_PRECISIONS[accelerator.mixed_precision],
             name=type(model).__name__,
         )
-        # Two stand for all: from the second one on, gradients are there in forward.
+        # Two represent all: from the second one on, gradients already exist during forward.
         accumulated = min(accelerator.gradient_accumulation_steps, 2)
         fitted = fit_framework(
             job,
@@ -110,34 +113,37 @@ def prepare(
             raise
         say(f"training goes on without a plan: {error}")
         return prepared or accelerator.prepare(*things)  # type: ignore[no-any-return]
-    say(f"{job.name} in {describe_plan_briefly(fitted.plan)}")
-    count = items or (functools.partial(_labels, model) if loss is None else batch_size)
-    return (model, stepped, PartsLoader(inner, accelerator, fitted, count), *rest)
+    say(f"{job.name} in {fitted.plan.summary}")
+    return (model, stepped, PartsLoader(inner, accelerator, fitted, items), *rest)
 
 
 class PartsLoader:
-    """A prepared loader whose batches come in parts, which the accelerator adds up.
+    """A prepared loader that yields batches in parts, whose gradients the accelerator accumulates.
 
-    `memory` is for `accelerator.log`; `take_back` makes model, optimizer and accelerator plain.
+    `memory` is for `accelerator.log`; `take_back` restores model, optimizer and accelerator.
     """
 
-    def __init__(self, inner: Any, accelerator: Any, fitted: Fitted, count: Items) -> None:
+    def __init__(self, inner: Any, accelerator: Any, fitted: Fitted, items: Items | None) -> None:
         self._fitted = fitted
         self._inner = inner
         self._accelerator = accelerator
-        self._count = count
-        #: More parts than any batch is split into: what the accelerator counts up to for a batch.
+        self._items = items
+        #: At least as many parts as any batch has; the accelerator counts up to this per batch.
         self._most = max(2, batch_size(fitted.job.batch))
         self._own_steps = accelerator.gradient_accumulation_steps
         self._own_backward = accelerator.backward
-        #: What the part that runs counts in its batch.
+        #: The running part's weight in its batch.
         self._share: float | Tensor = 1.0
         self._tried = self._over = False
+        self._is_last = True
+        self._own_clips = {name: getattr(accelerator, name) for name in _CLIPS}
+        for name, clip in self._own_clips.items():
+            vars(accelerator)[name] = functools.partial(self._clip, clip)
         accelerator.gradient_accumulation_steps = self._most * self._own_steps
         vars(accelerator)["backward"] = self._backward
 
     def __len__(self) -> int:
-        """Batches, not parts: as many as there are optimizer steps in an epoch."""
+        """The number of batches, not of parts."""
         return len(self._inner)
 
     def __getattr__(self, name: str) -> Any:
@@ -152,54 +158,84 @@ class PartsLoader:
             parts = self._fitted.split(batch)
             if len(parts) > 1:
                 self._try_out(batch)
-            # The loader looks ahead: it is at its end only with the last part of the last batch.
+            # The loader looks ahead, but has only ended with the last part of the last batch.
             at_end = inner.end_of_dataloader
             for at, part in enumerate(parts):
                 last = part is parts[-1]
                 inner.end_of_dataloader = at_end and last
                 accelerator.gradient_state._set_sync_gradients(last)
-                # `accumulate` counts on from here; it steps when the count is full.
+                # `accumulate` continues from this count, and steps when it is full.
                 begun = number % self._own_steps * self._most
                 accelerator.step = begun + (self._most - 1 if last else min(at, self._most - 2))
                 self._share = self._share_of(part, batch) if len(parts) > 1 else 1.0
+                self._is_last = last
                 yield part
-            self._share = 1.0
+            self._share, self._is_last = 1.0, True
 
     @property
     def plan(self) -> Plan:
-        """The plan that is applied, or was."""
+        """The plan, even after it was undone."""
         return self._fitted.plan
 
     def memory(self) -> dict[str, float]:
-        """The peak that was predicted and, on a GPU, the one so far, in GiB."""
+        """The predicted peak and, on a GPU, the peak so far, in GiB."""
         return self._fitted.memory()
 
     def take_back(self) -> None:
-        """Undo the plan; batches are whole again, and what was learned stays."""
+        """Undo the plan; batches are whole again, and the trained state stays."""
         if self._over:
             return
         self._over = True
         self._accelerator.gradient_accumulation_steps = self._own_steps
-        vars(self._accelerator).pop("backward", None)
+        for name in ("backward", *_CLIPS):
+            vars(self._accelerator).pop(name, None)
         self._fitted.undo()
 
+    def _clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clip only after the last part, when the gradients of all parts are there."""
+        if self._is_last:
+            return clip(parameters, *args, **kwargs)
+        return torch.zeros((), device=self._fitted.device)  # a norm, for loops that log it
+
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
-        # The accelerator divides by all the parts that it counts up to.
+        # The accelerator divides by the number of parts that it counts up to.
         self._own_backward(loss * (self._share * self._most), **kwargs)
 
     def _share_of(self, part: Any, batch: Any) -> float | Tensor:
-        total = torch.as_tensor(self._count(batch))
-        return torch.as_tensor(self._count(part)) / total.clamp(min=1)
+        count = self._items or self._read_from_graph()
+        total, own = (
+            one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu")
+            for one in (count(batch), count(part))
+        )
+        return own / total.clamp(min=1)
+
+    def _read_from_graph(self) -> Items:
+        """The counter of the items that the loss averages over. The loop computes the loss outside
+        of our hooks, so its own counts cannot be replaced by the whole batch's (rule 6)."""
+        split, job = self._fitted.loss_split, self._fitted.job
+        own_loss, model = job.loss is None, job.model
+        assert isinstance(model, nn.Module)
+        if split is None:
+            return functools.partial(_labels, model) if own_loss else batch_size
+        if split.counts == 0:
+            return batch_size if split.power == 1 else lambda _: torch.ones((), device="cpu")
+        if own_loss and split.counts == split.means == 1:
+            return functools.partial(_labels, model)
+        raise BadInput(
+            "the loss divides by what it counts in its batch, which differs between parts; say what"
+            " it averages over: prepare(…, items=lambda batch: …)"
+        )
 
     def _try_out(self, batch: Any) -> None:
-        """Refuse a loss that its parts, weighed so, do not add up to (rule 6)."""
+        """Refuse a loss if its parts, weighed like this, do not add up (rule 6)."""
         if self._tried:
             return
         self._tried = True
         model: Any = self._fitted.job.model
-        pair, ones = split_batch(batch, 2)[0], split_batch(batch, 1)[:2]
+        pair = _unlike_pair(batch)
+        ones = split_batch(pair, 1)
         compute = functools.partial(compute_loss, self._fitted.job, model)
-        # Nothing is compiled for shapes that do not come again.
+        # Eager, so that nothing is compiled for shapes that do not occur again.
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
@@ -217,8 +253,19 @@ class PartsLoader:
             )
 
 
+def _unlike_pair(batch: Any) -> Any:
+    """Two samples of a batch, the second with fewer labels than the first."""
+    pair = split_batch(batch, 2)[0]
+    labels = pair.get("labels") if isinstance(pair, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        return pair
+    fewer = labels.clone()
+    fewer[1, labels.shape[1] // 2 :] = _IGNORED
+    return {**pair, "labels": fewer}
+
+
 def _labels(model: nn.Module, batch: Any) -> Any:
-    """Labels that a model's own loss averages over; samples where a batch has none."""
+    """The number of labels that a model's own loss averages over; without labels, of samples."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return batch_size(batch)

@@ -1,10 +1,10 @@
-"""Lightning inside a budget, in one line, and the largest batch without trying any.
+"""Lightning inside a budget in one line, and the largest batch without trial runs.
 
 Trainer(callbacks=[OomphCallback(budget="24GiB")]).fit(module, loader)
 
-The loader, the loops and the trainer's settings stay as they are. The module's `training_step` is
-given each batch in the plan's parts: the gradients of all but the last are there when Lightning
-runs backward for that one. Losses and gradients are those of the whole batch, and what is logged is
+The loader, the loops and the trainer's settings stay as they are. The module's `training_step` gets
+each batch in the plan's parts: the gradients of all parts but the last exist when Lightning runs
+the backward of the last. Losses and gradients are those of the whole batch, and each value is
 logged once, as the mean over the batch.
 """
 
@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from oomph.errors import BadInput, MissingExtra, OomphError
 from oomph.explaining.watching import Watch, watch
-from oomph.gpus import GPU
+from oomph.hardware import GPU
 from oomph.integrations.framework_plan import (
     Fitted,
     Say,
@@ -32,12 +32,14 @@ from oomph.integrations.framework_plan import (
     say_it,
     twin_of,
 )
-from oomph.job import Job, Precision, batch_size
-from oomph.planning.largest_planned import PlannedLimit, largest_planned
-from oomph.planning.limits import Limit, largest
-from oomph.planning.plan import Plan
-from oomph.reporting.plans import describe_plan_briefly
-from oomph.techniques.technique import Fidelity
+from oomph.jobs.job import Job, batch_size
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.plan import Plan
+from oomph.plans.precisions import Precision
+from oomph.search.largest_planned import PlannedLimit, largest_planned
+from oomph.search.limits import Limit, largest
+from oomph.techniques.batch_calls import unwatched
+from oomph.torch_compat.pytree import tree_map
 from oomph.units import parse_bytes
 
 try:
@@ -58,13 +60,13 @@ _PRECISIONS: dict[str, Precision] = {
 
 
 class OomphCallback(Callback):
-    """Plans when training starts, applies the plan, and takes it back at the end.
+    """Plans when training starts, applies the plan, and undoes it at the end.
 
-    `budget` is device memory, all of the card where none is given; on a GPU it is enforced.
-    `batch` is one like the largest there will be; without it, it is made of the loader's longest
-    samples. Longer batches than that are split into more parts. `allow` is how far numbers may be
-    from those of the plain run. With `unplanned`, training goes on without a plan where none can be
-    made; otherwise it stops with the reason.
+    `budget` is device memory, by default all of the card; on a GPU it is enforced. `batch` is an
+    example of the largest batches, by default one of the loader's longest samples. Longer batches
+    are split into more parts. `allow` is how far results may differ from those of the plain run.
+    With `unplanned`, training continues without a plan if none can be made; otherwise it stops with
+    the reason.
     """
 
     def __init__(
@@ -77,22 +79,22 @@ class OomphCallback(Callback):
         say: Say = say_it,
     ) -> None:
         if budget is not None:
-            parse_bytes(budget)  # complains at once
+            parse_bytes(budget)  # raises early
         self._budget, self._sample, self._allow = budget, batch, allow
         self._unplanned, self._say = unplanned, say
         self._fitted: Fitted | None = None
         self.plan: Plan | None = None
-        """The last one that was made."""
+        """The latest plan."""
         self._watch: Watch | None = None
         self._undos = contextlib.ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on an out-of-memory error is explained."""
+        """Start watching, so that an out-of-memory error is explained."""
         self._watch = watch(next_command=_NEXT)
         self._watch.__enter__()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Plan with the optimizer and the loader that are there now, and apply the plan."""
+        """Plan with the optimizer and the loader, which exist by now, and apply the plan."""
         try:
             self._fit(trainer, pl_module)
         except OomphError as error:
@@ -104,12 +106,12 @@ class OomphCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        """Predicted and measured memory go to the trainer's own logger."""
+        """Log predicted and measured memory to the trainer's own logger."""
         if self._fitted is not None and trainer.global_step % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._fitted.memory(), on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The module is plain again."""
+        """Undo the plan."""
         self._take_back()
 
     def on_exception(
@@ -120,7 +122,7 @@ class OomphCallback(Callback):
         self._take_back()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Nothing is watched any more."""
+        """Stop watching, and undo the plan."""
         self._stop_watching(None)
         self._take_back()
 
@@ -156,13 +158,13 @@ class OomphCallback(Callback):
             device=device,
             budget=self._budget,
             allow=self._allow,
-            # Two stand for all: from the second one on, gradients are there in forward.
+            # Two represent all: from the second one on, gradients already exist during forward.
             accumulated=min(trainer.accumulate_grad_batches, 2),
         )
         self._undos.callback(fitted.undo)
         self._undos.enter_context(_in_parts(trainer, module, fitted))
         self._fitted, self.plan = fitted, fitted.plan
-        self._say(f"{job.name} in {describe_plan_briefly(fitted.plan)}")
+        self._say(f"{job.name} in {fitted.plan.summary}")
 
 
 def largest_batch(
@@ -174,18 +176,18 @@ def largest_batch(
     precision: str = "32-true",
     planned: bool = False,
 ) -> Limit | PlannedLimit:
-    """The largest batch that fits, predicted: nothing runs, and nothing runs out of memory.
+    """Predict the largest batch that fits; nothing runs, and nothing runs out of memory.
 
-    `data` is a loader, a datamodule or a batch. The answer is for each device, whatever strategy
-    runs them: one that shards the model needs less than was predicted. With `planned` it is the
-    largest that a plan runs in one piece.
+    `data` is a loader, a datamodule or a batch. The answer is per device, for any strategy; a
+    strategy that shards the model needs less than predicted. With `planned` it is the largest batch
+    that a plan runs in one piece.
     """
     batch = _first_batch(data)
     name = _PRECISIONS.get(precision)
     if name is None:
         raise BadInput(f"precision is one of {', '.join(_PRECISIONS)}, not {precision!r}")
     optimizer = _only_optimizer(module.configure_optimizers())
-    vars(optimizer).pop("step", None)  # a scheduler's, that nobody will step
+    vars(optimizer).pop("step", None)  # the wrapper of a scheduler, which is not used here
 
     def make_job(size: int) -> Job:
         return Job(
@@ -226,7 +228,7 @@ def _only_optimizer(configured: Any) -> torch.optim.Optimizer:
 
 
 def _why_not(trainer: Trainer, module: LightningModule) -> str:
-    """What of this training oomph does not plan for; empty where it plans for all of it."""
+    """Why oomph cannot plan for this training; empty if it can."""
     reasons = {
         f"the training runs on {trainer.world_size} devices": trainer.world_size > 1,
         "the module steps its optimizers itself (manual optimization)": (
@@ -244,16 +246,29 @@ def _why_not(trainer: Trainer, module: LightningModule) -> str:
 
 
 def _rehearsed_loss(trainer: Trainer | None, model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a copy of the module, whose logging goes nowhere."""
-    module = _silent(model)
-    module._trainer = trainer
-    return _loss_of(module.training_step(*_arguments(module.training_step, batch)))
+    """The loss of a copy of the module, with its logging disabled."""
+    module: Any = model
+    own = module._trainer
+    with _silenced(module):
+        module._trainer = trainer
+        try:
+            return _loss_of(module.training_step(*_arguments(module.training_step, batch)))
+        finally:
+            module._trainer = own
 
 
-def _silent(module: Any) -> Any:
-    for name in ("log", "log_dict"):
-        vars(module)[name] = lambda *_, **__: None
-    return module
+@contextlib.contextmanager
+def _silenced(module: Any) -> Iterator[None]:
+    """While active, the module's logging methods do nothing."""
+    names = ("log", "log_dict")
+    own = {name: vars(module)[name] for name in names if name in vars(module)}
+    vars(module).update(dict.fromkeys(names, lambda *_, **__: None))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]
+        vars(module).update(own)
 
 
 def _arguments(training_step: Callable[..., Any], batch: Any, index: int = 0) -> tuple[Any, ...]:
@@ -278,25 +293,37 @@ def _loss_of(output: Any) -> Tensor:
 def _in_parts(trainer: Trainer, module: LightningModule, fitted: Fitted) -> Iterator[None]:
     """While active, `training_step` runs each batch in the plan's parts."""
     steps = _Parts(trainer, module, fitted)
-    own = {name: vars(module).get(name) for name in ("training_step", "optimizer_zero_grad")}
 
-    @functools.wraps(module.training_step)  # Lightning looks at what it takes
+    @functools.wraps(module.training_step)  # Lightning inspects its signature
     def training_step(*args: Any, **kwargs: Any) -> Any:
         return steps.training_step(*args, **kwargs)
 
-    vars(module).update(training_step=training_step, optimizer_zero_grad=steps.zero_grad)
+    ours = {"training_step": training_step, "optimizer_zero_grad": steps.zero_grad}
+    own = {name: vars(module)[name] for name in ours if name in vars(module)}
+
+    def put_back() -> None:
+        for name in ours:
+            del vars(module)[name]
+        vars(module).update(own)
+
+    @contextlib.contextmanager
+    def plain() -> Iterator[None]:
+        put_back()
+        try:
+            yield
+        finally:
+            vars(module).update(ours)
+
+    vars(module).update(ours)
+    fitted.plain_model = plain
     try:
         yield
     finally:
-        for name, value in own.items():
-            if value is None:
-                vars(module).pop(name, None)
-            else:
-                vars(module)[name] = value
+        put_back()
 
 
 class _Parts:
-    """Runs the parts of a batch inside what Lightning takes for one `training_step`."""
+    """Runs the parts of a batch inside one `training_step` of Lightning."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, fitted: Fitted) -> None:
         self._trainer = trainer
@@ -304,50 +331,59 @@ class _Parts:
         self._fitted = fitted
         self._training_step = module.training_step
         self._zero_grad = module.optimizer_zero_grad
-        #: Whether the gradients of this batch were begun: what Lightning clears comes too late.
+        #: Whether gradients of this batch exist already, so that Lightning must not clear them.
         self._begun = False
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """All parts but the last, forward and backward; then the forward of that one.
+        """Run forward and backward of all parts but the last, then the last part's forward.
 
-        What it returns has the loss of the whole batch, and the gradients of the last part.
+        The returned loss has the whole batch's value and the last part's graph.
         """
         fitted = self._fitted
-        parts = fitted.split(batch)
         with fitted.autocast():
-            if len(parts) == 1:
+            if len(fitted.split(batch)) == 1:
                 return self._training_step(batch, *args, **kwargs)
             self._clear_gradients()
-            logged = _Logged(self._module)
-            done: list[Tensor] = []
-            with fitted.batch(batch), logged:
-                for part in parts:
-                    logged.share = share = batch_size(part) / batch_size(batch)
-                    outputs: list[Any] = []
+            return fitted.in_parts(batch, lambda parts: self._run(batch, parts, args, kwargs))
 
-                    def compute(part: Any = part, outputs: list[Any] = outputs) -> Tensor:
-                        outputs.append(self._training_step(part, *args, **kwargs))
-                        return _loss_of(outputs[0])
+    def _run(self, batch: Any, parts: list[Any], args: Any, kwargs: Any) -> Any:
+        fitted, logged = self._fitted, _Logged(self._module)
+        done: list[Tensor] = []
+        returned: list[tuple[Mapping[str, Any], int, float]] = []
+        with logged:
+            for part in parts:
+                logged.share = share = fitted.share(part, batch)
+                outputs: list[Any] = []
 
-                    with fitted.part(part, share):
-                        loss = fitted.weigh(compute)
-                    if not fitted.settled:
-                        fitted.settle(batch, lambda part: self._try(part, *args, **kwargs))
-                    if part is not parts[-1]:
-                        self._backward(loss)
-                        done.append(loss.detach())
-                        del loss, outputs
-            whole = loss + torch.stack(done).sum()
-        return {**outputs[0], "loss": whole} if isinstance(outputs[0], Mapping) else whole
+                def compute(part: Any = part, outputs: list[Any] = outputs) -> Tensor:
+                    outputs.append(self._training_step(part, *args, **kwargs))
+                    return _loss_of(outputs[0])
+
+                with fitted.part(part, share):
+                    loss = fitted.weigh(compute)
+                if isinstance(outputs[0], Mapping):
+                    beside = {k: v for k, v in outputs[0].items() if k != "loss"}
+                    returned.append((tree_map(_detached, beside), batch_size(part), share))
+                if not fitted.is_settled:
+                    fitted.settle(batch, lambda part: self._try(part, *args, **kwargs))
+                if part is not parts[-1]:
+                    self._backward(loss)
+                    done.append(loss.detach())
+                    del loss, outputs
+        whole = loss + torch.stack(done).sum()
+        if not isinstance(outputs[0], Mapping):
+            return whole
+        return {**outputs[0], **_of_the_batch(returned), "loss": whole}
 
     def _try(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a few samples, of which the module keeps nothing."""
-        twin = _silent(twin_of(self._module))
+        """The loss of a few samples, computed on a twin so that the module keeps no trace."""
+        twin = twin_of(self._module)
         step = types.MethodType(self._training_step.__func__, twin)
-        return _loss_of(step(batch, *args, **kwargs))
+        with _silenced(twin):
+            return _loss_of(step(batch, *args, **kwargs))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Lightning's, unless the gradients it would clear are those of this very batch."""
+        """Call Lightning's own, unless it would clear gradients of the current batch."""
         if not self._begun:
             self._zero_grad(*args, **kwargs)
         self._begun = False
@@ -361,16 +397,64 @@ class _Parts:
 
     def _backward(self, loss: Tensor) -> None:
         trainer = self._trainer
-        with torch.autocast(self._fitted.device.type, enabled=False):
+        # Hooks run only for the last part, when the gradients of the whole batch are there.
+        callbacks: list[Any] = trainer.callbacks
+        silenced = _without_hooks([self._module, *callbacks])
+        with torch.autocast(self._fitted.device.type, enabled=False), silenced:
             trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
-        # Copies of weights that the next part would go on with hang on the graph of this one.
+        # Autocast's cached weights belong to this part's graph; the next part needs new ones.
         torch.clear_autocast_cache()
 
 
-class _Logged:
-    """While active, what the parts of a batch log is kept; at the end it is logged once.
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
-    Numbers become the mean over the batch; a metric object has seen all parts by itself.
+
+def _of_the_batch(returned: Sequence[tuple[Mapping[str, Any], int, float]]) -> dict[str, Any]:
+    """Combine what the steps of the parts returned beside their losses: per-sample tensors are
+    concatenated, floating-point scalars averaged, integer scalars summed, and anything else is
+    taken from the last part."""
+    found: dict[str, Any] = {}
+    for name, last in returned[-1][0].items():
+        values = [one.get(name) for one, _, _ in returned]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        sizes = [size for _, size, _ in returned]
+        found[name] = last
+        if len(tensors) < len(values) or (last.dtype is torch.bool and not last.dim()):
+            continue
+        if all(one.dim() and len(one) == size for one, size in zip(tensors, sizes, strict=True)):
+            if len({one.shape[1:] for one in tensors}) == 1:
+                found[name] = torch.cat(tensors)
+        elif not any(one.dim() for one in tensors):
+            shares = [share if last.is_floating_point() else 1 for _, _, share in returned]
+            pairs = zip(tensors, shares, strict=True)
+            found[name] = torch.stack([one * share for one, share in pairs]).sum()
+    return found
+
+
+#: Hooks that Lightning calls around the backward of a batch.
+_AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
+
+
+@contextlib.contextmanager
+def _without_hooks(owners: Sequence[Any]) -> Iterator[None]:
+    """While active, the owners' hooks around a backward do nothing."""
+    own = [{n: vars(one)[n] for n in _AROUND_BACKWARD if n in vars(one)} for one in owners]
+    for one in owners:
+        vars(one).update(dict.fromkeys(_AROUND_BACKWARD, lambda *_: None))
+    try:
+        yield
+    finally:
+        for one, had in zip(owners, own, strict=True):
+            for name in _AROUND_BACKWARD:
+                del vars(one)[name]
+            vars(one).update(had)
+
+
+class _Logged:
+    """While active, collects what the parts of a batch log; at the end it is logged once.
+
+    Numbers become the mean over the batch; a metric object has accumulated all parts itself.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -390,10 +474,11 @@ class _Logged:
             self._module.log(name, self._values[name], *args, **options)
 
     def _keep(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if isinstance(value, Tensor):
-            value = value.detach()
-        if isinstance(value, Tensor | int | float):
-            value = value * self.share + self._values.get(name, 0.0)
+        with unwatched():  # these ops are not part of the loss
+            if isinstance(value, Tensor):
+                value = value.detach()
+            if isinstance(value, Tensor | int | float):
+                value = value * self.share + self._values.get(name, 0.0)
         if "batch_size" in options and name in self._options and options["batch_size"]:
             options["batch_size"] += self._options[name][1]["batch_size"]
         self._values[name] = value

@@ -1,11 +1,11 @@
-"""Hugging Face `Trainer` inside a budget, in one line.
+"""Hugging Face `Trainer` inside a budget in one line.
 
 OomphTrainer(model, args, train_dataset=…, budget="24GiB").train()
 
-Arguments, loader, schedule, logging and checkpoints stay the Trainer's. `training_step` runs the
-batch it is given in the plan's parts, so the batch size and the accumulation that were asked for
-are kept to the sample, and losses and gradients are those of the plain Trainer. Any other trainer
-that derives from `Trainer`, such as TRL's, takes the mixin:
+Arguments, loader, schedule, logging and checkpoints stay the Trainer's. `training_step` runs its
+batch in the plan's parts, so the requested batch size and accumulation are kept exactly, and losses
+and gradients are those of the plain Trainer. Any other trainer that derives from `Trainer`, such as
+TRL's, takes the mixin:
 
 class MyTrainer(OomphMixin, SFTTrainer): ...
 """
@@ -34,12 +34,14 @@ from oomph.integrations.framework_plan import (
     say_it,
     twin_of,
 )
-from oomph.job import AUTOCAST, Job, Precision, batch_size
-from oomph.planning.plan import Plan
-from oomph.reporting.plans import describe_plan_briefly
-from oomph.running.random_state import random_state_kept
-from oomph.techniques.own_choices import checkpoints_itself
-from oomph.techniques.technique import Fidelity
+from oomph.jobs.job import AUTOCAST, Job
+from oomph.jobs.preexisting_settings import checkpoints_itself
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.plan import Plan
+from oomph.plans.precisions import Precision
+from oomph.process.random_state import random_state_kept
+from oomph.techniques.batch_calls import unwatched
+from oomph.techniques.technique import techniques_of
 from oomph.units import parse_bytes
 
 try:
@@ -51,13 +53,13 @@ _NEXT = "oomph.integrations.transformers.OomphTrainer(…, budget=…) in place 
 
 
 class OomphMixin:
-    """Put before a `Trainer` among the bases of a class, it makes that class fit a budget.
+    """Makes a trainer fit a budget; list it before the `Trainer` among the bases of a class.
 
-    `budget` is device memory, all of the card where none is given; on a GPU it is enforced.
-    `batch` is a collated batch like the largest there will be; without one it is made of the
-    longest samples of the dataset. Longer batches than that are split into more parts. `allow` is
-    how far numbers may be from the plain Trainer's. With `unplanned`, training goes on without a
-    plan where none can be made; otherwise it stops with the reason.
+    `budget` is device memory, by default all of the card; on a GPU it is enforced. `batch` is a
+    collated example of the largest batches, by default one of the dataset's longest samples. Longer
+    batches are split into more parts. `allow` is how far results may differ from the plain
+    Trainer's. With `unplanned`, training continues without a plan if none can be made; otherwise it
+    stops with the reason.
     """
 
     def __init__(
@@ -71,16 +73,16 @@ class OomphMixin:
         **kwargs: Any,
     ) -> None:
         if budget is not None:
-            parse_bytes(budget)  # complains at once
+            parse_bytes(budget)  # raises early
         self._budget, self._sample, self._allow = budget, batch, allow
         self._unplanned, self._say = unplanned, say
         self._fitted: Fitted | None = None
         self.plan: Plan | None = None
-        """The last one that was made; see `make_plan`."""
+        """The latest plan; see `make_plan`."""
         super().__init__(*args, **kwargs)
 
     def make_plan(self) -> Plan:
-        """The plan for this training, without training: for `plain_arguments`, or to look at."""
+        """Plan for this training without training, for `plain_arguments` or for inspection."""
         trainer: Any = self
         given = trainer.optimizer
         try:
@@ -93,7 +95,7 @@ class OomphMixin:
         return self.plan
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.train` under a plan; afterwards the model is plain again."""
+        """Run `Trainer.train` under a plan, and undo the plan afterwards."""
         try:
             with watch(next_command=_NEXT):
                 return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -101,7 +103,7 @@ class OomphMixin:
             self._take_back()
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Plan first: model and optimizer are where they will train, and not wrapped yet."""
+        """Plan here, where model and optimizer are on their device but not wrapped yet."""
         if self.is_in_train and self._fitted is None:  # type: ignore[attr-defined]
             try:
                 self._fit()
@@ -115,26 +117,24 @@ class OomphMixin:
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """One batch of the loader, in as many parts as were planned."""
+        """Run one batch of the loader in the planned number of parts."""
         fitted, step = self._fitted, super().training_step  # type: ignore[misc]
         if fitted is None:
             return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         whole = dict(inputs)
-        parts = fitted.split(whole)
-        if len(parts) == 1:
+        if len(fitted.split(whole)) == 1:
             return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
 
         def compute(part: Any) -> Tensor:
             with self.compute_loss_context_manager():
                 return _loss_on_trial(self, model, part, num_items_in_batch)
 
-        fitted.settle(whole, compute, may_add_up=num_items_in_batch is not None)
-        losses = []
-        with fitted.batch(whole):
-            for part in parts:
-                with fitted.part(part, batch_size(part) / batch_size(whole)):
-                    losses.append(step(model, part, num_items_in_batch))
-        return torch.stack(losses).sum()
+        def run(part: Any) -> Tensor:
+            with fitted.part(part, fitted.share(part, whole)):
+                return step(model, part, num_items_in_batch)  # type: ignore[no-any-return]
+
+        fitted.settle(whole, compute)
+        return fitted.in_parts(whole, lambda parts: torch.stack([*map(run, parts)]).sum())
 
     def compute_loss(
         self,
@@ -143,7 +143,7 @@ class OomphMixin:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The Trainer's own loss; of a part of a batch, what it adds to the batch's."""
+        """The Trainer's own loss; for a part of a batch, its contribution to the batch's loss."""
 
         def compute() -> Any:
             return super(OomphMixin, self).compute_loss(  # type: ignore[misc]
@@ -155,7 +155,7 @@ class OomphMixin:
         return self._fitted.weigh(compute)
 
     def compute_loss_context_manager(self) -> Any:
-        """The Trainer's own, in the precision of the plan where that is another one."""
+        """The Trainer's own context, plus the plan's autocast if its precision differs."""
         stack = contextlib.ExitStack()
         stack.enter_context(super().compute_loss_context_manager())  # type: ignore[misc]
         if self._fitted is not None:
@@ -163,7 +163,7 @@ class OomphMixin:
         return stack
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Predicted and measured memory go along with the losses."""
+        """Log predicted and measured memory with the losses."""
         if self._fitted is not None and "loss" in logs:
             logs.update(self._fitted.memory())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
@@ -175,11 +175,11 @@ class OomphMixin:
         job = self._job(getattr(trainer.optimizer, "optimizer", trainer.optimizer))
         self._fitted = fit_framework(job, **self._limits())
         self.plan = self._fitted.plan
-        self._say(f"{job.name} in {describe_plan_briefly(self.plan)}")
+        self._say(f"{job.name} in {self.plan.summary}")
         self._say(str(arguments_diff(self.plan, trainer.args)))
 
     def _job(self, optimizer: torch.optim.Optimizer) -> Job:
-        """What the Trainer is about to do."""
+        """The job that the Trainer is about to run."""
         trainer: Any = self
         if why := _why_not(trainer):
             raise BadInput(f"{why}: plan for one GPU and one process")
@@ -193,7 +193,7 @@ class OomphMixin:
             dict(inputs),
             precision=_precision(args),
             checkpointing="full" if checkpoints else "none",
-            # The Trainer asks for the norm of all gradients even where it does not clip.
+            # The Trainer computes the norm of all gradients even if it does not clip.
             clip_norm=args.max_grad_norm or math.inf,
             name=type(model).__name__,
         )
@@ -205,6 +205,7 @@ class OomphMixin:
             "budget": self._budget,
             "allow": self._allow,
             "accumulated": args.gradient_accumulation_steps,
+            "stays_whole": _step_of_its_own(type(self)),
         }
 
     def _take_back(self) -> None:
@@ -214,20 +215,21 @@ class OomphMixin:
 
 
 class OomphTrainer(OomphMixin, Trainer):
-    """The `Trainer` of transformers inside a budget; see `OomphMixin` for what it takes more."""
+    """The `Trainer` of transformers inside a budget; see `OomphMixin` for its extra arguments."""
 
 
 def _rehearsed_loss(trainer: Any, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The Trainer's loss of a copy of its model."""
+    """The Trainer's loss for a copy of its model."""
     labels = batch.get("labels")
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    items = torch.ones((), device=labels.device) if counts and labels is not None else None
+    with unwatched():  # in training, this number is also computed before the loss
+        items = torch.ones((), device=labels.device) if counts and labels is not None else None
     with trainer.compute_loss_context_manager():
         return _loss_on_trial(trainer, model, batch, items)
 
 
 def _loss_on_trial(trainer: Any, model: nn.Module, batch: Mapping[str, Any], items: Any) -> Tensor:
-    """The Trainer's own loss; what a subclass notes on the way, such as metrics, does not stay."""
+    """The Trainer's own loss, on a twin: what a subclass records, such as metrics, is dropped."""
     twin = twin_of(trainer)
     twin._fitted = None
     loss: Tensor = twin.compute_loss(model, dict(batch), num_items_in_batch=items)
@@ -235,7 +237,7 @@ def _loss_on_trial(trainer: Any, model: nn.Module, batch: Mapping[str, Any], ite
 
 
 def _why_not(trainer: Any) -> str:
-    """What of this training oomph does not plan for; empty where it plans for all of it."""
+    """Why oomph cannot plan for this training; empty if it can."""
     args = trainer.args
     reasons = {
         "the training runs in several processes": args.world_size > 1,
@@ -247,6 +249,16 @@ def _why_not(trainer: Any) -> str:
         "the model is spread over several devices": bool(trainer.is_model_parallel),
     }
     return next((why for why, applies in reasons.items() if applies), "")
+
+
+def _step_of_its_own(kind: type) -> str:
+    """Why a batch stays whole if the user overrode `training_step`: it would run once for each
+    part, and see only that part. The overrides of transformers and TRL are safe to run in parts."""
+    for base in kind.__mro__:
+        known = base.__module__.split(".")[0] in ("oomph", "transformers", "trl")
+        if not known and "training_step" in vars(base):
+            return f"{base.__name__} has a training_step of its own, which sees whole batches"
+    return ""
 
 
 def _precision(args: TrainingArguments) -> Precision:
@@ -270,17 +282,17 @@ def _longest(trainer: Any) -> Any:
         return collate_longest(dataset, collate, trainer.args.train_batch_size)
 
 
-# -- the same in plain arguments -------------------------------------------------------------------
+# -- the plan as plain arguments -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArgumentsDiff:
-    """A plan as `TrainingArguments`, as far as they can say it."""
+    """A plan as `TrainingArguments`, as far as these can express it."""
 
     changes: Mapping[str, tuple[Any, Any]]
-    """By the argument's name: before and after."""
+    """By argument name: the values before and after."""
     left_out: tuple[str, ...]
-    """What of the plan no argument expresses."""
+    """Parts of the plan that no argument expresses."""
 
     def __str__(self) -> str:
         lines = ["as plain TrainingArguments, which come near it:"]
@@ -290,7 +302,7 @@ class ArgumentsDiff:
 
 
 def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
-    """What in `args` would have to change to do what the plan does, and what cannot be said so."""
+    """The changes to `args` that express the plan, and the parts that no argument expresses."""
     choices = plan.choices
     wanted: dict[str, Any] = {}
     left_out = []
@@ -327,12 +339,11 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
         )
     if not choices.generation_cache:
         wanted["use_cache"] = False
-    if choices.fp8:
-        left_out.append("matrix products in FP8")
-    if choices.attention_rows:
-        left_out.append("biases of attention in rows, which fused kernels take")
-    if choices.channels_last:
-        left_out.append("images with channels last; model.to(memory_format=torch.channels_last)")
+    for technique, settings in techniques_of(choices):
+        arguments = technique.training_arguments(settings)
+        wanted |= arguments
+        if not arguments:
+            left_out.append(technique.elsewhere(settings))
     if not choices.cast_cache:
         left_out.append("autocast without its cache of weights")
     if choices.allocator:
@@ -348,8 +359,8 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
 def plain_arguments(plan: Plan, args: TrainingArguments, say: Say = say_it) -> TrainingArguments:
     """The plan as plain `TrainingArguments`, for training without oomph; says what is missing.
 
-    Gradient accumulation keeps the global batch. A model that is not told the number of items in it
-    (`num_items_in_batch`) then averages averages: its loss differs where lengths do.
+    Gradient accumulation keeps the global batch. A model that does not take the number of items in
+    it (`num_items_in_batch`) then averages averages, so its loss differs if lengths differ.
     """
     diff = arguments_diff(plan, args)
     say(str(diff))
@@ -360,5 +371,5 @@ def plain_arguments(plan: Plan, args: TrainingArguments, say: Say = say_it) -> T
 
 
 def _plain(value: Any) -> Any:
-    """An argument's value without the enum around it."""
+    """An argument's value, unwrapped if it is an enum."""
     return getattr(value, "value", value)

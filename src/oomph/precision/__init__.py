@@ -1,1 +1,1 @@
-"""Adaptive precision: each layer's number format follows how the model behaves."""
+"""Adaptive precision: each layer's number format follows the model's behaviour."""

@@ -1,4 +1,4 @@
-"""Adaptive precision of a run: probes now and then, moves layers, takes back what is not finite."""
+"""Adaptive precision of a run: probes now and then, moves layers, rolls back non-finite steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from oomph.engine.out_of_memory import free_what_is_left, ran_out_of_memory
+from oomph.engine.step import Stage
 from oomph.errors import BadInput, WrongCheckpoint
-from oomph.job import batch_size, split_batch
-from oomph.planning.choices import Choices
-from oomph.precision.ladder import LEVELS, Level, ladder_of, make_ladder
+from oomph.jobs.job import batch_size, split_batch
+from oomph.plans.choices import Choices
 from oomph.precision.layers import find_layers
 from oomph.precision.policy import Move, Places, Policy, Thresholds
 from oomph.precision.probe import Divergence, Outcome, Probe
 from oomph.precision.report import PrecisionReport, Spent
-from oomph.running.out_of_memory import free_what_is_left, ran_out_of_memory
-from oomph.running.step import Stage
 from oomph.techniques.layer_precision import LayerPrecision, tf32_settings_kept
 from oomph.techniques.micro_batch import why_whole
+from oomph.techniques.number_formats import LEVELS, Level, ladder_of, make_ladder
+from oomph.techniques.technique import techniques_of
 
 log = logging.getLogger("oomph")
 
@@ -37,19 +38,19 @@ class AdaptivePrecision:
     every: int = 100
     """Steps from one probe to the next."""
     ladder: Sequence[str] | None = None
-    """Levels from fp32 down, as ("fp32", "bf16"); None takes those the device is faster at."""
+    """Levels from fp32 down, as ("fp32", "bf16"); None takes those that the device runs faster."""
     layers: Sequence[str] | None = None
-    """Paths of the modules that have a precision of their own. None takes the plan's blocks. What
-    multiplies outside them is a layer by itself."""
+    """Paths of the modules that have their own precision. None takes the plan's blocks. Modules
+    outside them that multiply are layers of their own."""
     demote_below: float = 0.05
-    """Layers go down where the gradients of all layers, and the loss, stay this close to fp32:
-    a part of their norm."""
+    """Layers go down if the gradients of all layers, and the loss, differ from fp32 by less than
+    this share of their norm."""
     promote_above: float = 0.2
-    """Layers go up where the gradients of one are this far from fp32."""
+    """Layers go up if the gradients of one differ this much from fp32."""
     patience: int = 3
-    """Probes in a row in which going down must have looked safe."""
+    """Number of consecutive probes in which going down must have looked safe."""
     wait: int = 8
-    """Probes before a layer that went up is tried again; twice as many each time."""
+    """Probes before a layer that went up is tried again; doubled each time."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -60,7 +61,7 @@ class AdaptivePrecision:
 
     @property
     def thresholds(self) -> Thresholds:
-        """When layers go down and up."""
+        """The thresholds for moving layers down and up."""
         return Thresholds(
             demote_below=self.demote_below,
             promote_above=self.promote_above,
@@ -71,10 +72,10 @@ class AdaptivePrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionEvent:
-    """A layer went from one level to another."""
+    """A change of a layer's level."""
 
     step: int
-    """Steps that were done before."""
+    """Steps completed before it."""
     layer: str
     before: Level
     after: Level
@@ -85,11 +86,11 @@ class PrecisionEvent:
 
 
 class NotFinite(Exception):
-    """A step's loss or gradients are not finite; nothing was stepped that cannot be taken back."""
+    """A step's loss or gradients are not finite; everything that was stepped can be rolled back."""
 
 
 class PrecisionController:
-    """The levels of a run's layers: applied for each step, moved by probes, saved with the run."""
+    """The levels of a run's layers: applied in each step, moved by probes, saved with the run."""
 
     def __init__(
         self, how: AdaptivePrecision, stage: Stage, device: torch.device, choices: Choices
@@ -103,7 +104,7 @@ class PrecisionController:
         self._every = how.every
         self._stage = stage
         self._device = device
-        #: What layers are at without anything being done to them.
+        #: The level of layers to which nothing is applied.
         self._own = LEVELS[choices.precision]
         self._ladder = (
             make_ladder(how.ladder)
@@ -126,26 +127,26 @@ class PrecisionController:
         lowest = {layer.path: max(layer.lowest, begin) for layer in self._layers}
         self._policy = Policy(how.thresholds, lowest, dict.fromkeys(lowest, begin))
         self.events: list[PrecisionEvent] = []
-        #: What the last probe found of the model as it was then.
+        #: The result of the last probe, for the model at that time.
         self.divergence: Divergence | None = None
         self._spent = Spent()
         stage.check = self._check_finite
 
     @property
     def levels(self) -> dict[str, Level]:
-        """By a layer's path: what it multiplies in."""
+        """By a layer's path: the precision of its products."""
         return {path: self._ladder[place] for path, place in self._policy.places.items()}
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The layers run at their levels inside."""
+        """Run the layers at their levels inside."""
         started = time.perf_counter()
         with tf32_settings_kept(), self._at(self._policy.places):
             yield
         self._spent.in_steps += time.perf_counter() - started
 
     def before_step(self, step: int, batch: Callable[[], Any]) -> None:
-        """Probe, if it is time to."""
+        """Probe, if it is due."""
         if step == 0 or (step % self._every and not self._policy.restless):
             return
         started = time.perf_counter()
@@ -155,7 +156,7 @@ class PrecisionController:
             if not failure:
                 self._carry_out(step, moves)
                 break
-            # Outside the `except`: what the error's traceback held is gone (rule 5).
+            # Outside the `except`, so that the error's traceback is gone (rule 5).
             free_what_is_left(self._device)
             part = _half(part)
             if part is None:
@@ -163,7 +164,7 @@ class PrecisionController:
         self._spent.probing(time.perf_counter() - started)
 
     def recover(self, step: int, batch: Any, why: str) -> None:
-        """A step was not finite and was taken back: raise what made it so, or say what it is."""
+        """After a non-finite step was rolled back, raise the layers that caused it, or say why."""
         moves = self._policy.recover(self._finder(batch, why), why)
         if not moves:
             raise _not_for_want_of_precision(why)
@@ -171,7 +172,7 @@ class PrecisionController:
         self._carry_out(step, moves)
 
     def report(self) -> PrecisionReport:
-        """What it bought so far, and what it cost."""
+        """Savings and costs so far."""
         return PrecisionReport(
             levels=self.levels,
             moves=len(self.events),
@@ -181,13 +182,13 @@ class PrecisionController:
         )
 
     def stop(self) -> None:
-        """The run goes on without; layers are as the plan has them."""
+        """Stop adapting; layers go back to the plan's precision."""
         self._stage.check = None
 
     # -- probing ----------------------------------------------------------------------------------
 
     def _try_probe(self, part: Any) -> tuple[list[Move], str]:
-        """What a probe decides; or nothing, and what was said when memory ran out."""
+        """The moves that a probe decides; or none, and the error message when memory ran out."""
         before = self._policy.state_dict()
         try:
             return self._probe(part), ""
@@ -201,11 +202,11 @@ class PrecisionController:
         probe = Probe(self._stage, self._device, self._layers)
         reference = self._in_fp32(probe, part)
         if not reference.finite:
-            return []  # samples that say nothing, as a part with no valid target
+            return []  # samples without information, such as a part with no valid target
         places = self._policy.places
         present = probe.run(part, self._at(places))
         if self._stage.scaler is not None and math.isfinite(present.loss) and not present.finite:
-            return []  # its scale is too large now, and it will find that out by itself
+            return []  # the loss scale is too large, which the scaler will find out by itself
         self.divergence = probe.compare(present, reference)
         self._spent.compared(present.cost, reference.cost)
         known = self.divergence.worst
@@ -218,9 +219,9 @@ class PrecisionController:
         return self._policy.probe(measure)
 
     def _finder(self, batch: Any, why: str) -> Callable[[Places], bool]:
-        """Tells for which places the step is finite, by a part of the batch that shows it.
+        """A function that tells whether the step is finite for given places, on a part that fails.
 
-        Where no part does, or memory runs out, no layer is said to be at fault by itself.
+        If no part fails, or memory runs out, no layer is taken to be at fault by itself.
         """
         size = self._stage.job.micro_batch
         probe = Probe(self._stage, self._device, self._layers)
@@ -238,11 +239,11 @@ class PrecisionController:
         return lambda places: True
 
     def _in_fp32(self, probe: Probe, part: Any) -> Outcome:
-        # Where the job's own level is fp32, layers in the highest place are simply left alone.
+        # If the job's own level is fp32, layers in the highest place are left alone.
         return probe.run_in_fp32(part, self._at(dict.fromkeys(self._precisions, 0)))
 
     def _samples(self, batch: Any) -> Any:
-        """Half of what a forward has in a step: in fp32 they take up to twice the memory."""
+        """Half of the samples of a step's forward: in fp32 they take up to twice the memory."""
         if why_whole(self._stage.model):
             return batch
         size = self._stage.job.micro_batch or batch_size(batch)
@@ -270,14 +271,15 @@ class PrecisionController:
     # -- steps ------------------------------------------------------------------------------------
 
     def _check_finite(self, loss: Tensor | None) -> None:
-        """Called when a step has its loss and gradients, before the optimizer has them."""
+        """Called when a step has its loss and gradients, before the optimizer uses them."""
         stage = self._stage
         if loss is not None and not bool(loss.isfinite()):
             raise NotFinite(f"the loss is {float(loss)}")
         if stage.scaler is not None:
-            return  # it looks at the gradients by itself, and finds another scale
+            return  # the scaler checks the gradients itself, and adjusts its scale
         weights = list(stage.model.parameters())
-        # Stepped inside backward, gradients are gone; what they did to the weights is not.
+        # With a step inside backward the gradients are gone, but their effect on the weights is
+        # not.
         stepped = stage.in_backward is not None
         found = [w.detach() if stepped else w.grad for w in weights]
         norm = get_total_norm([one for one in found if one is not None])
@@ -287,7 +289,7 @@ class PrecisionController:
     # -- saved ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Levels, what is being tried, and all events."""
+        """Levels, the current trial, and all events."""
         return {
             "ladder": list(map(str, self._ladder)),
             "policy": self._policy.state_dict(),
@@ -295,7 +297,7 @@ class PrecisionController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         if state["ladder"] != list(self._ladder):
             raise WrongCheckpoint(
                 f"precision was adapted on the ladder {', '.join(state['ladder'])} when saved, and"
@@ -321,10 +323,12 @@ def _refuse(choices: Choices) -> None:
             f"the job runs in {choices.precision}, so there is no more precision to go back to:"
             f" adapting is for jobs in {', '.join(LEVELS)}"
         )
-    if choices.fp8:
-        raise BadInput(
-            "the plan multiplies in FP8 everywhere already; plan without, and let layers go down"
-        )
+    for technique, settings in techniques_of(choices):
+        if technique.decides_precision:
+            raise BadInput(
+                f"the plan has {technique.elsewhere(settings)} already; plan without, and let"
+                " layers go down"
+            )
 
 
 def _not_for_want_of_precision(why: str) -> BadInput:
@@ -335,6 +339,6 @@ def _not_for_want_of_precision(why: str) -> BadInput:
 
 
 def _half(part: Any) -> Any:
-    """The first half of the samples; None where there is but one."""
+    """The first half of the samples; None if there is only one."""
     size = batch_size(part)
     return split_batch(part, size // 2)[0] if size > 1 else None

@@ -1,4 +1,4 @@
-"""Which parts of a model have a precision of their own."""
+"""Finds the parts of a model that have their own precision."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from oomph.errors import BadInput
-from oomph.precision.ladder import Level
 from oomph.techniques.fp8_products import can_multiply_in_fp8
+from oomph.techniques.number_formats import Level
+from oomph.torch_compat.modules import ConvNd
 
-#: Modules that multiply by themselves.
+#: Modules that compute products themselves.
 _PRODUCTS = (
     nn.Linear,
     nn.Bilinear,
-    nn.modules.conv._ConvNd,
+    ConvNd,
     nn.MultiheadAttention,
     nn.RNNBase,
     nn.RNNCellBase,
@@ -30,7 +31,7 @@ class Layer:
     path: str
     module: nn.Module
     weights: tuple[nn.Parameter, ...]
-    """Those that are trained; a weight that several layers share is the first one's."""
+    """Trained weights; a weight shared by several layers belongs to the first one."""
     lowest: int
     """The last level of the ladder that makes a difference to it."""
 
@@ -42,7 +43,7 @@ def find_layers(
     *,
     leave: Iterable[str] = (),
 ) -> list[Layer]:
-    """The blocks as a whole, and what multiplies outside them; but for the paths to leave."""
+    """The blocks as a whole, and modules outside that multiply, without the paths in `leave`."""
     left = set(leave)
     chosen: list[str] = []
     inside: set[int] = set()
@@ -52,7 +53,7 @@ def find_layers(
             raise BadInput(f"{path} is inside another layer, or named twice: layers stand apart")
         inside |= {id(part) for part in module.modules()}
         chosen.append(path)
-    # What is inside a module that multiplies, as an attention's output layer, is part of it.
+    # Modules inside one that multiplies, such as an attention's output layer, are part of it.
     for path, module in model.named_modules():
         if id(module) not in inside and isinstance(module, _PRODUCTS) and path:
             inside |= {id(part) for part in module.modules()}
@@ -71,7 +72,7 @@ def _with_weights(model: nn.Module, paths: Sequence[str], ladder: Sequence[Level
         owned |= set(map(id, own))
         products = [part for part in module.modules() if isinstance(part, _PRODUCTS)]
         if not own or not products:
-            continue  # frozen layers, too: nothing would tell how good their numbers are
+            continue  # frozen layers, too: without gradients their precision cannot be judged
         if any(p.dtype is not torch.float32 for p in module.parameters()):
             raise BadInput(
                 f"the weights of {path} are not fp32: adapting precision is for fp32 weights, whose"

@@ -1,13 +1,13 @@
-"""Who goes down the ladder, who goes up, and when: decisions by measured divergence alone.
+"""Decides which layers move down or up the precision ladder, and when, by measured divergence.
 
-A divergence is how far a model with its layers at given levels is from the same model in fp32, as
-one number. It is measured before anything is done: going down is tried on a batch, and has to look
-safe several times in a row. Where the model as it is has come too far from fp32, halves of its
-lowered layers are tried against each other until the cause is found.
+A divergence is one number for how far a model with its layers at given levels is from the same
+model in fp32. It is measured before anything is changed: going down is tried on a batch, and has to
+look safe several times in a row. If the model has come too far from fp32, halves of its lowered
+layers are tested against each other until the cause is found.
 
 Layers go down in groups that double while all goes well and are halved when it does not. A layer
-that had to go up, or was tried in vain by itself, waits twice as long as the last time before it is
-tried again: noise around a threshold changes less and less.
+that had to go up, or failed when tried alone, waits twice as long as the last time before it is
+tried again, so noise around a threshold causes fewer and fewer changes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MOST_DOUBLINGS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """When layers go down and up."""
+    """Thresholds for moving layers down and up."""
 
     demote_below: float
     promote_above: float
     patience: int
-    """Probes in a row in which going down must have looked safe."""
+    """Number of consecutive probes in which going down must have looked safe."""
     wait: int
     """Probes before a layer that went up is tried again; doubled each time."""
 
@@ -52,7 +52,7 @@ class Thresholds:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A layer goes from one place on the ladder to another."""
+    """A layer moves from one place on the ladder to another."""
 
     layer: str
     before: int
@@ -62,17 +62,17 @@ class Move:
 
 @dataclass(kw_only=True)
 class _Standing:
-    """Where a layer is, and what happened to it."""
+    """A layer's place and history."""
 
     place: int
     failures: int = 0
-    """Times it had to go up, or was tried in vain."""
+    """How often it had to go up, or failed when tried."""
     waits_until: int = 0
     """The first probe in which it may be tried again."""
 
 
 class Policy:
-    """Moves layers up and down the ladder; all it knows can be saved."""
+    """Moves layers up and down the ladder; its whole state can be saved."""
 
     def __init__(self, thresholds: Thresholds, lowest: Mapping[str, int], start: Places) -> None:
         """`lowest` has the last place of each layer, in the model's order."""
@@ -80,20 +80,20 @@ class Policy:
         self._lowest = dict(lowest)
         self._layers = {path: _Standing(place=start[path]) for path in lowest}
         self._probes = 0
-        #: Layers that are being tried, how often that looked safe, and how many to try next.
+        #: The layers being tried, how often that looked safe, and how many to try next.
         self._tried: list[str] = []
         self._calm = 0
         self._size = 1
-        #: Whether the last probe had to move something up: it may not have been enough.
+        #: Whether the last probe had to move layers up, which may not have been enough.
         self.restless = False
 
     @property
     def places(self) -> dict[str, int]:
-        """Where each layer is."""
+        """The place of each layer."""
         return {path: standing.place for path, standing in self._layers.items()}
 
     def probe(self, measure: Measure) -> list[Move]:
-        """Look how far the model is from fp32, and decide."""
+        """Measure the divergence from fp32, and decide on moves."""
         self._probes += 1
         limits = self._thresholds
         now = measure(self.places)
@@ -101,7 +101,7 @@ class Policy:
         if self.restless:
             return self._promote(measure, f"divergence {now:.2g} > {limits.promote_above:g}")
         if now >= limits.demote_below or not self._choose():
-            return []  # no room for more
+            return []  # no margin, or no layer to try
         would_be = measure({**self.places, **self._one_down(self._tried)})
         if would_be >= limits.demote_below:
             self._in_vain()
@@ -115,7 +115,7 @@ class Policy:
         return moves
 
     def recover(self, is_finite: Callable[[Places], bool], why: str) -> list[Move]:
-        """A step was not finite: move up what made it so. No move, if nothing can go up."""
+        """After a non-finite step, move up the layers that caused it; no moves if none can."""
         self.restless = True
         return self._promote(lambda places: 0.0 if is_finite(places) else math.inf, why)
 
@@ -130,9 +130,10 @@ class Policy:
         return moves
 
     def _culprits(self, measure: Measure) -> list[str]:
-        """The fewest layers found that diverge too far while all others are in fp32.
+        """The smallest set found of layers that diverge too far while all others are in fp32.
 
-        Two measurements halve the suspects. Where neither half is bad by itself, all are culprits.
+        Two measurements halve the suspects. If neither half is bad by itself, all of them are
+        culprits.
         """
         suspects = [path for path, place in self.places.items() if place > 0]
         while len(suspects) > 1:
@@ -187,7 +188,7 @@ class Policy:
     # -- saved ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next decisions depend on."""
+        """Everything that the next decisions depend on."""
         return {
             "layers": {path: asdict(one) for path, one in self._layers.items()},
             "probes": self._probes,
@@ -198,7 +199,7 @@ class Policy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; refused, and nothing changed, where the layers are others."""
+        """Continue from a saved state; if the layers differ, refuse it and change nothing."""
         saved = {path: _Standing(**one) for path, one in state["layers"].items()}
         if list(saved) != list(self._layers):
             other = sorted(saved.keys() ^ self._layers.keys()) or ["their order"]

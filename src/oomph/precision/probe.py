@@ -1,11 +1,11 @@
-"""A probe: the same samples at the present precision and in fp32, and how far they are apart.
+"""A probe: runs the same samples at the current precision and in fp32, and compares them.
 
-Gradients are looked at one by one as backward brings them, and dropped. Of those in fp32 a sample
-goes to the host, with which the others are compared: the device holds no more than in a step. All
-that a forward changes is put back.
+Gradients are examined one by one as backward produces them, and dropped. A sample of those in fp32
+is copied to the host for the comparison, so the device holds no more than in a step. Everything
+that a forward changes is restored.
 
-Dropout is off in a probe: kernels for other number formats may draw other masks, and would seem to
-be worlds apart.
+Dropout is off in a probe: kernels for other number formats may draw other masks, and the results
+would seem completely different.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from oomph.job import compute_loss
+from oomph.engine.step import Stage
+from oomph.engine.transaction import Transaction
+from oomph.jobs.job import compute_loss
 from oomph.precision.layers import Layer
-from oomph.running.step import Stage
-from oomph.running.transaction import Transaction
 from oomph.techniques.autocast import autocast, use_tf32
+from oomph.techniques.gradient_hooks import GradientHooks
 from oomph.techniques.layer_precision import tf32_settings_kept
 
-#: Numbers of each weight's gradient that are compared: more would not tell more.
+#: Elements compared of each weight's gradient: more would not tell more.
 SAMPLE = 1 << 18
-#: A layer whose gradient is this small a part of the whole is compared with the whole.
+#: If a layer's gradient is a smaller share of the whole than this, it is compared with the whole.
 NOTHING = 1e-6
-#: A loss below this is compared with this: close to zero, its relative error says nothing.
+#: Least denominator for the loss: close to zero, its relative error is meaningless.
 SMALL_LOSS = 1e-3
 
 
@@ -44,7 +45,7 @@ class LayerDivergence:
     """How far a layer's weight gradients are from those in fp32."""
 
     relative: float
-    """The norm of their difference, as a part of the norm in fp32."""
+    """The norm of their difference, relative to the norm in fp32."""
     cosine: float
 
 
@@ -58,23 +59,23 @@ class Divergence:
 
     @property
     def worst(self) -> float:
-        """The largest of all; infinite where anything is not finite."""
+        """The largest of them; infinite if anything is not finite."""
         found = [self.loss, *(layer.relative for layer in self.layers.values())]
         return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one run of the samples took."""
+    """The cost of one run of the samples."""
 
     seconds: float
     held: int | None
-    """Bytes on the device between forward and backward; None where nobody counts."""
+    """Bytes on the device between forward and backward; None if they are not counted."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """One run of the samples: its loss and what is kept of its gradients."""
+    """One run of the samples: its loss and samples of its gradients."""
 
     loss: float = math.nan
     finite: bool = False
@@ -88,10 +89,10 @@ AtLevels = AbstractContextManager[Any]
 
 
 class Probe:
-    """Runs samples of one batch forward and backward as often as one likes, and changes nothing."""
+    """Runs samples of one batch forward and backward any number of times, without side effects."""
 
     def __init__(self, stage: Stage, device: torch.device, layers: Sequence[Layer]) -> None:
-        # Not armed here: what steps inside backward steps nothing, so no weights are remembered.
+        # Stepping inside backward is not armed here, so no weights need to be remembered.
         self._stage = dataclasses.replace(stage, in_backward=None)
         self._device = device
         self._layers = layers
@@ -99,7 +100,7 @@ class Probe:
 
     @contextlib.contextmanager
     def _changing_nothing(self) -> Iterator[None]:
-        """Every run finds the same random streams and buffers, and leaves them so."""
+        """Let every run start with the same random state and buffers, and restore them."""
         weights = list(self._stage.model.parameters())
         gradients = [weight.grad for weight in weights]
         for weight in weights:
@@ -113,13 +114,13 @@ class Probe:
                 weight.grad = gradient
 
     def run_in_fp32(self, part: Any, at_fp32: AtLevels) -> Outcome:
-        """The reference."""
+        """Run the samples in fp32, as the reference."""
         with tf32_settings_kept():
             use_tf32(on=False)
             return self._run(part, at_fp32, contextlib.nullcontext())
 
     def run(self, part: Any, at_levels: AtLevels) -> Outcome:
-        """The samples as a step would run them, with layers at these levels."""
+        """Run the samples as a step would, with layers at these levels."""
         stage = self._stage
         outside = autocast(stage.job.precision, stage.device_type, cast_cache=stage.cast_cache)
         with tf32_settings_kept():
@@ -145,7 +146,7 @@ class Probe:
             self._changing_nothing(),
             at_levels,
             self._looking_at_gradients(outcome, finite),
-            # Nothing is compiled for samples that do not come again.
+            # Do not compile for samples that are used only once.
             torch.compiler.set_stance("force_eager"),
             torch.enable_grad(),
             _NoDropout(),
@@ -164,7 +165,7 @@ class Probe:
 
     @contextlib.contextmanager
     def _looking_at_gradients(self, outcome: Outcome, finite: list[Tensor]) -> Iterator[None]:
-        """Every gradient is looked at when it is there, and dropped."""
+        """Examine every gradient as soon as it exists, and drop it."""
         compared = {id(weight) for layer in self._layers for weight in layer.weights}
 
         def look(weight: Tensor) -> None:
@@ -176,10 +177,12 @@ class Probe:
             if id(weight) in compared:
                 outcome.gradients[id(weight)] = _sample(gradient)
 
-        trained = [weight for weight in self._stage.model.parameters() if weight.requires_grad]
+        model = self._stage.model
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
         handles = [weight.register_post_accumulate_grad_hook(look) for weight in trained]
         try:
-            yield
+            with GradientHooks(model, once=True).withheld():  # this is not a step of the user's
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -196,7 +199,7 @@ class Probe:
 
 def _sample(gradient: Tensor) -> Tensor:
     flat = gradient.reshape(-1)
-    # Odd steps do not walk along one column of a matrix, whose sides are even.
+    # An odd step does not walk along one column of a matrix, whose sides are usually even.
     step = math.ceil(flat.numel() / SAMPLE) | 1
     return flat[:: step if flat.numel() > SAMPLE else 1].float().cpu()
 
@@ -211,7 +214,7 @@ def _compare(
     for weight in layer.weights:
         one, other = gradients.get(id(weight)), reference.get(id(weight))
         if one is None or other is None:
-            continue  # the loss does not reach it
+            continue  # the loss does not depend on it
         difference += _dot(one - other, one - other)
         own += _dot(one, one)
         theirs += _dot(other, other)
@@ -228,7 +231,7 @@ def _dot(one: Tensor, other: Tensor) -> float:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Calls of dropout keep everything."""
+    """Turns dropout off in all calls."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -236,13 +239,13 @@ class _NoDropout(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
             return _keep_all(func, *args, **kwargs)
-        # What is called by this name may be a technique's, which calls this one.
-        if func is torch._C._nn.scaled_dot_product_attention:
+        # This name may refer to a technique's function, which calls this one.
+        if func is F.scaled_dot_product_attention:
             return _attend(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
-#: Those of `nn.Dropout` and its kin, and of users who call them.
+#: Dropout functions used by `nn.Dropout` and its kin, and called directly.
 _DROPOUTS: tuple[Callable[..., Tensor], ...] = (
     F.dropout,
     F.dropout1d,

@@ -1,4 +1,4 @@
-"""What adaptive precision bought, and what it cost."""
+"""The savings and costs of adaptive precision."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from typing import Any
 
 from torch import nn
 
-from oomph.gpus import GPU
-from oomph.job import Job
-from oomph.planning.effort import effort_between
-from oomph.precision.ladder import LEVELS, Level
+from oomph.hardware import GPU
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import Job
 from oomph.precision.probe import Cost, Divergence
 from oomph.rehearsal.allocator.settings import AllocatorSettings
 from oomph.rehearsal.hidden import device_overhead
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.replaying import replay
+from oomph.rehearsal.step_cost import cost_between
 from oomph.rehearsal.timeline import END_OF_STEP
 from oomph.techniques.layer_precision import LayerPrecision
-from oomph.timing.clock import Clock
+from oomph.techniques.number_formats import LEVELS, Level
 from oomph.units import format_bytes
 
 
 @dataclass(kw_only=True)
 class Spent:
-    """What was measured on the way."""
+    """Measurements during adaptive precision."""
 
     in_steps: float = 0.0
     """Seconds of steps and evaluations."""
     in_probes: float = 0.0
     probes: int = 0
     taken_back: int = 0
-    """Steps that were not finite and were run again."""
+    """Non-finite steps that were run again."""
     now: Cost | None = None
-    """What the samples of the last probe took at the levels of then."""
+    """The cost of the last probe's samples at the levels at that time."""
     in_fp32: Cost | None = None
 
     def probing(self, seconds: float) -> None:
-        """A probe took so long."""
+        """Record the seconds that a probe took."""
         self.in_probes += seconds
         self.probes += 1
 
     def compared(self, now: Cost, in_fp32: Cost) -> None:
-        """A probe ran the same samples in both ways."""
+        """Record the costs of the same samples at the current levels and in fp32."""
         self.now, self.in_fp32 = now, in_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionReport:
-    """What was measured since the run began to adapt its precision, or was resumed."""
+    """Measurements since the run began to adapt its precision, or was resumed."""
 
     levels: Mapping[str, Level]
     moves: int
@@ -61,7 +61,7 @@ class PrecisionReport:
 
     @property
     def probing(self) -> float:
-        """The part of the time that went into probes."""
+        """The share of time spent in probes."""
         whole = self.spent.in_probes + self.spent.in_steps
         return self.spent.in_probes / whole if whole else 0.0
 
@@ -98,7 +98,7 @@ class PrecisionReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """A step at given levels, rehearsed for a card."""
+    """A step at given levels, rehearsed for a GPU."""
 
     peak: int
     """Device memory."""
@@ -106,7 +106,7 @@ class PredictedStep:
 
 
 def predict_step(job: Job, levels: Mapping[str, Level], gpu: GPU) -> PredictedStep:
-    """Rehearse a step of the job, as it is but for its layers' levels, on a card."""
+    """Rehearse a step of the job on a GPU, unchanged except for its layers' levels."""
     own = LEVELS.get(job.precision)
 
     def set_levels(model: nn.Module, *_: Any) -> None:
@@ -120,5 +120,5 @@ def predict_step(job: Job, levels: Mapping[str, Level], gpu: GPU) -> PredictedSt
     first, last = (mark for mark in timeline.marks if mark.name == END_OF_STEP)
     return PredictedStep(
         peak=peak.reserved + device_overhead(gpu).expected,
-        seconds=effort_between(first, last).seconds(clock),
+        seconds=cost_between(first, last).seconds(clock),
     )

@@ -1,1 +1,1 @@
-"""A job's real step on fake tensors: every allocation and free, with no GPU."""
+"""Runs a job's real step on fake tensors: sees every allocation and free, needs no GPU."""

@@ -1,10 +1,10 @@
 """A compiled block in a rehearsal: the memory of its partitioned graphs, not of its eager ops.
 
 `torch.compile` traces a block's forward and backward together, cuts the joint graph in two where
-that saves most (recomputing what is cheap), and fuses what lies between matrix products. The block
-is traced and cut here by PyTorch's own functions; which results then become buffers follows the
-rules of its compiler (see `fusion`). What runs in the rehearsal is a stand-in that takes and frees
-those buffers in the graphs' order.
+that saves most (recomputing what is cheap), and fuses the ops between matrix products. Here the
+block is traced and cut by PyTorch's own functions; the rules of its compiler decide which results
+become buffers (see `fusion`). The rehearsal runs a stand-in that takes and frees those buffers in
+the graphs' order.
 """
 
 from __future__ import annotations
@@ -17,36 +17,40 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch import config as functorch_config
-from torch._functorch import partitioners
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from oomph.errors import CannotRehearse, OomphError
-from oomph.planning.choices import KEEP, saved_ops
+from oomph.hardware.timing.layouts import has_channels_last
+from oomph.plans.choices import KEEP, saved_ops
+from oomph.process.rehearsal_threads import replaced_here
 from oomph.rehearsal.fusion import Program, schedule
 from oomph.rehearsal.garbage import count_as_old
 from oomph.rehearsal.recorder import Bare, Recorder
 from oomph.rehearsal.settings_read import SettingsRead, reading_settings
-from oomph.techniques.attention_rows import closes_gaps
 from oomph.techniques.compiled_blocks import FALLBACK_RANDOM
 from oomph.techniques.recompute import KINDS, replace_forward
-from oomph.techniques.technique import Undo
-from oomph.timing.layouts import has_channels_last
+from oomph.techniques.technique import Undo, techniques
+from oomph.torch_compat import tracing
+from oomph.torch_compat.dispatch import disable_current_modes
+from oomph.torch_compat.fake_tensors import FakeTensorMode
+from oomph.torch_compat.function_modes import DisableTorchFunction
+from oomph.torch_compat.modules import reparametrized
+from oomph.torch_compat.pytree import tree_flatten, tree_leaves, tree_unflatten
+from oomph.torch_compat.tracing import (
+    aot_function,
+    fx_graph_cse,
+    make_graph_module,
+    partitioners,
+    use_lazy_graph_module,
+)
+from oomph.torch_compat.tracing import config as functorch_config
 
 
 class _Meta(NamedTuple):
-    """What is to know of a tensor that a block returns."""
+    """Metadata of a tensor that a block returns."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
@@ -56,7 +60,7 @@ class _Meta(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """What a block returns: tensors, by what is known of them, and constants, in their nest."""
+    """A block's return value: its tensors (as metadata), its constants and their nesting."""
 
     leaves: tuple[Any, ...]
     spec: Any
@@ -77,7 +81,7 @@ class _Result:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, _Meta))
 
     def filled(self, tensors: Iterable[Tensor]) -> Any:
-        """The value with these tensors in it."""
+        """The return value with these tensors filled in."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, _Meta) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
@@ -85,37 +89,37 @@ class _Result:
 
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """A block's joint graph of forward and backward, uncut, where equal ops are one."""
+    """A block's joint graph of forward and backward, before the cut, with equal ops merged."""
 
     joint: fx.GraphModule
     inputs: Any
     options: dict[str, Any]
     result: _Result
     written: int
-    """How many buffers the forward writes to: their new values come before the results."""
+    """How many buffers the forward writes to: their new values precede the results."""
     settings: SettingsRead
-    """What it was traced with: blocks that have others have other graphs."""
+    """The settings read while tracing: blocks with other settings have other graphs."""
     cuts: dict[str, _Cut] = field(default_factory=dict)
-    """The graph cut in two, by the choice of recompute."""
+    """The graph cut in two, by recompute choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """The two programs of a block that was cut for one choice of recompute."""
+    """The forward and backward programs of a block that was cut for one recompute choice."""
 
     forward: Program
     backward: Program
     result: _Result
     names: tuple[str, ...]
-    """The buffers of the result's tensors."""
+    """The buffers that hold the result's tensors."""
     kept: tuple[str, ...]
     """The buffers that backward needs."""
     gradients: tuple[tuple[int, ...] | None, ...]
-    """The strides of each gradient of an input that has channels last; others are packed."""
+    """The strides of each input gradient that is channels last; None for packed ones."""
 
     @property
     def made(self) -> dict[str, _Meta]:
-        """The result's tensors that are not just given back."""
+        """The result's tensors that the block computes rather than passes through."""
         inputs = set(self.forward.inputs)
         return {
             name: meta
@@ -124,17 +128,18 @@ class _Cut:
         }
 
 
-#: Graphs by what can be told before tracing; blocks that are alike in that may differ in settings.
+#: Traced graphs by what is known before tracing; blocks with the same key may still differ in
+#: settings.
 _traced: dict[Any, list[_Traced]] = {}
 
 
 def forget_compiled() -> None:
-    """Drop all traced graphs; they hold fake tensors only, but many."""
+    """Drop all traced graphs; they hold only fake tensors, but many of them."""
     _traced.clear()
 
 
 def stand_in_for_compiled(block: nn.Module, how: str, *, recorder: Recorder) -> Undo:
-    """Make `block` take the memory it would take compiled, with the recompute choice `how`."""
+    """Make `block` take the memory it would take if compiled with the recompute choice `how`."""
     forward = block.forward
     return replace_forward(block, functools.partial(_run, block, forward, how, recorder))
 
@@ -149,7 +154,7 @@ def _run(
 ) -> Any:
     call = _Call.of(block, args, kwargs)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in call.tensors):
-        return forward(*args, **kwargs)  # without backward it is rehearsed as it is uncompiled
+        return forward(*args, **kwargs)  # without backward the block is rehearsed uncompiled
     cut = _cut(call, forward, how, recorder)
     given = dict(zip(cut.forward.inputs, call.tensors, strict=True))
     made = zip(cut.made, _StandIn.apply(cut, recorder, *call.tensors), strict=True)
@@ -163,7 +168,7 @@ class _Call:
 
     block: nn.Module
     names: tuple[str, ...]
-    """Of parameters and buffers, which come first among the tensors."""
+    """Names of parameters and buffers, which come first among the tensors."""
     tensors: tuple[Tensor, ...]
     leaves: tuple[Any, ...]
     spec: Any
@@ -183,7 +188,7 @@ class _Call:
 
     @property
     def key(self) -> Any:
-        """Equal for calls that compile to the same graphs, if the block's settings are the same."""
+        """Equal for calls that compile to the same graphs if the blocks' settings agree."""
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in self.tensors)
         constants = tuple(
             leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
@@ -193,10 +198,11 @@ class _Call:
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         inside = tuple(type(module) for module in self.block.modules())
         called = (inside, self.names, shapes, constants, str(self.spec), cast)
-        return *called, closes_gaps(), self._changed_inside()
+        process = tuple(technique.process_state() for technique in techniques())
+        return *called, process, self._changed_inside()
 
     def _changed_inside(self) -> tuple[str, ...]:
-        """Modules that techniques gave another forward."""
+        """Modules whose forward was replaced by a technique."""
         inside = self.block.named_modules()
         return tuple(name for name, module in inside if name and "forward" in vars(module))
 
@@ -221,7 +227,7 @@ def _cut(call: _Call, forward: Callable[..., Any], how: str, recorder: Recorder)
 
 
 class _untouched:  # noqa: N801 - a context manager
-    """Runs what is inside as if no rehearsal was on, but for CUDA's choice of kernels."""
+    """Runs its body as if no rehearsal were on, but keeps CUDA's choice of kernels."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -230,9 +236,9 @@ class _untouched:  # noqa: N801 - a context manager
 
     def __enter__(self) -> None:
         self._recorder.tracing = True
-        self._function_off = torch._C.DisableTorchFunction()
+        self._function_off = DisableTorchFunction()
         self._function_off.__enter__()
-        self._modes_off = _disable_current_modes()
+        self._modes_off = disable_current_modes()
         self._modes_off.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -242,7 +248,7 @@ class _untouched:  # noqa: N801 - a context manager
 
 
 class _TracedEnough(Exception):
-    """The joint graph is there; nobody is going to run it."""
+    """Raised once the joint graph is captured, since nobody is going to run it."""
 
 
 def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Traced:
@@ -255,7 +261,7 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
         named = dict(zip(call.names, tensors[:weights], strict=True))
-        with _reparametrize_module(call.block, named), reading_settings(call.block) as settings:
+        with reparametrized(call.block, named), reading_settings(call.block) as settings:
             out = forward(*args, **kwargs)
         found.update(result=_Result.of(out), settings=settings)
         return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
@@ -299,21 +305,19 @@ def _trace(call: _Call, forward: Callable[..., Any], recorder: Recorder) -> _Tra
 
 @functools.cache
 def _decompositions() -> Any:
-    """How the compiler takes ops apart; it is loaded when this is first asked for, and stays."""
-    from torch._inductor import config, pattern_matcher  # noqa: F401 - making equal ops one needs it
-    from torch._inductor.decomposition import select_decomp_table
-
+    """The compiler's decompositions; the first call loads the compiler, which then stays loaded."""
+    settings = tracing.compiler_settings()
     count_as_old()
-    with config.patch(FALLBACK_RANDOM):
-        return select_decomp_table()
+    with settings.patch(FALLBACK_RANDOM):
+        return tracing.decompositions()
 
 
 @contextlib.contextmanager
 def _never_run() -> Iterator[None]:
-    """Graphs are looked at and not run, so that their Python need not be written."""
+    """Skip writing Python code for graphs that are inspected but never run."""
     with (
-        _use_lazy_graph_module(True),
-        mock.patch.object(fx.GraphModule, "recompile", lambda _: None),
+        use_lazy_graph_module(True),
+        replaced_here(fx.GraphModule, "recompile", lambda _: None),
     ):
         yield
 
@@ -331,7 +335,7 @@ def _count_written(call: _Call, found: dict[str, Any]) -> int:
     )
     for node in returned[: max(written, 0)]:
         value = node.meta["val"]
-        if (tuple(value.shape), value.dtype) not in buffers:  # which also moves on to it
+        if (tuple(value.shape), value.dtype) not in buffers:  # also advances the iterator
             raise CannotRehearse("it writes to its inputs, or gives back views of its own results")
     differentiated = [
         node
@@ -351,11 +355,11 @@ def _is_tangent(node: fx.Node) -> bool:
 def _partition(traced: _Traced, how: str) -> _Cut:
     with (
         _never_run(),
-        functorch_config.patch(cse=False),  # equal ops are one already
-        # States of the random generator take no memory to speak of, and fetching them wants a GPU.
-        mock.patch.object(partitioners, "functionalize_rng_ops", lambda _, fw, bw, __: (fw, bw)),
+        functorch_config.patch(cse=False),  # equal ops are merged already
+        # The random generator's states take negligible memory, and fetching them needs a GPU.
+        replaced_here(partitioners, "functionalize_rng_ops", lambda _, fw, bw, __: (fw, bw)),
     ):
-        joint = _make_graph_module(traced.joint, copy.deepcopy(traced.joint.graph))
+        joint = make_graph_module(traced.joint, copy.deepcopy(traced.joint.graph))
         if how != KEEP:
             _tag(joint, saved_ops(how))
         forward, backward = partitioners.min_cut_rematerialization_partition(
@@ -375,17 +379,18 @@ def _partition(traced: _Traced, how: str) -> _Cut:
 
 
 def _strides_of_images(node: Any) -> tuple[int, ...] | None:
-    """Those of a result that has channels last."""
+    """The strides of a channels-last result; None for any other."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value.stride() if isinstance(value, Tensor) and has_channels_last(value) else None
 
 
-#: Where a node of forward says which of a block's savable ops it is, and what any other says.
+#: The node metadata key naming which of the block's savable ops a forward node is; all others get
+#: `_NO_NAME`.
 _NAME, _NO_NAME = "oomph_name", ""
 
 
 def _number(graph: fx.Graph) -> None:
-    """Name each result of forward as checkpointing does, before equal ones become one."""
+    """Name each forward result as checkpointing does, before equal ones are merged."""
     counts: dict[str, int] = {}
     needs_tangents: set[fx.Node] = set()
     for node in graph.nodes:
@@ -406,7 +411,7 @@ def _number(graph: fx.Graph) -> None:
 
 
 def _tag(joint: fx.GraphModule, keep: frozenset[str]) -> None:
-    """Say of each result of forward whether it is to be recomputed, as checkpointing would."""
+    """Tag each forward result as recomputed or saved, as checkpointing would decide."""
     for node in joint.graph.nodes:
         name = node.meta.get(_NAME)
         if name is None:
@@ -420,10 +425,10 @@ def _tag(joint: fx.GraphModule, keep: frozenset[str]) -> None:
         node.meta["ac_graph_id"] = 1
 
 
-#: What the timeline calls the op that takes a compiled kernel's buffer.
+#: The op name under which the timeline lists a compiled kernel's buffer.
 COMPILED = "oomph.compiled"
 
-#: A buffer of a program: a tensor where somebody outside needs one, else just its memory.
+#: A buffer of a program: a tensor if code outside the program needs one, else just its memory.
 _Buffer = Tensor | Bare
 
 
@@ -435,7 +440,7 @@ class _StandIn(torch.autograd.Function):
         buffers: dict[str, _Buffer] = dict(zip(cut.forward.inputs, inputs, strict=True))
         _play(cut.forward, buffers, cut.made, recorder, kept=frozenset(cut.kept))
         ctx.cut, ctx.recorder = cut, recorder
-        # As a compiled block does: whoever watches what autograd saves sees it.
+        # As a compiled block does: hooks on tensors saved for backward see these.
         ctx.save_for_backward(*(buffers[name] for name in cut.kept))
         ctx.wants = [(t.requires_grad, tuple(t.shape), t.dtype) for t in inputs]
         ctx.set_materialize_grads(False)
@@ -449,14 +454,14 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cut: _Cut = ctx.cut
         kept = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # each is freed when the program is done with it
+        ctx.maybe_clear_saved_tensors()  # lets each be freed as soon as the program is done with it
         given = {
-            # What nobody used has a gradient of zeros.
+            # A result that was not used gets a gradient of zeros.
             name: gradient if gradient is not None else _take_tensor(_nbytes(meta), meta)
             for gradient, (name, meta) in zip(gradients, cut.made.items(), strict=True)
             if meta.wants_gradient
         }
-        # What a block returns twice has two of them.
+        # A tensor that the block returns twice has two tangents.
         tangents = [given[name] for name in cut.names if name in given]
         del given
         buffers: dict[str, _Buffer] = dict(
@@ -469,7 +474,8 @@ class _StandIn(torch.autograd.Function):
                 cut.backward.outputs, ctx.wants, cut.gradients, strict=True
             )
         ]
-        # Gradients may be parts of one buffer, as of what was concatenated: any shape does for it.
+        # Gradients may be parts of one buffer, such as those of concatenated inputs: any shape will
+        # do.
         _play(cut.backward, buffers, dict(filter(None, wanted)), ctx.recorder)
         grads = [_shaped(buffers[one[0]], one[1]) if one else None for one in wanted]
         return (None, None, *grads)
@@ -482,7 +488,7 @@ def _play(
     recorder: Recorder,
     kept: Collection[str] = (),
 ) -> None:
-    """Take and free buffers in the program's order; those of `metas` and `kept` as tensors."""
+    """Take and free buffers in the program's order; those in `metas` and `kept` become tensors."""
     for step in program.steps:
         for name in step.frees_first:
             buffers.pop(name, None)
@@ -515,7 +521,7 @@ def _nbytes(meta: _Meta) -> int:
 
 
 def _shaped(buffer: _Buffer, meta: _Meta) -> Tensor:
-    """A buffer as a tensor of this shape."""
+    """The buffer as a tensor of the given shape, strides and dtype."""
     shape, stride, dtype, _ = meta
     assert isinstance(buffer, Tensor)
     if buffer.shape == shape and buffer.dtype is dtype:

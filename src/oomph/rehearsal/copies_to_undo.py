@@ -1,8 +1,8 @@
-"""What a run copies to the host in a rehearsed step, so that it can take the step back.
+"""The copies on the host, in a rehearsed step, from which a run can undo the step.
 
 Where weights are stepped inside backward they are copied first, with their state, while forward and
-backward run: a step of one waits for its copy. This takes host memory, and none of the GPU's;
-beginning the copies takes time of the host that launches kernels.
+backward run: the step of a weight waits for its copy. The copies take host memory and no GPU
+memory; starting them takes time of the host thread that launches kernels.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from oomph.engine.step import Around
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import tensors_in
-from oomph.running.step import Around
 
-#: Copies that take the host as long as a launch: 2,036 of them took it 18 ms on an H200.
+#: Copies that take the host as long as one launch: 2,036 copies took it 18 ms on an H200.
 COPIES_A_LAUNCH = 3
-#: Launches that take the host as long as what is around the copies of a parameter: its part of the
-#: event behind many of them, and waiting for that.
+#: Launches that take the host as long as the work around a parameter's copies: its share of an
+#: event behind many of them, and waiting for that event.
 AROUND = 1
 
 
 class CopiesToUndo:
-    """Copies at `rate` bytes per second, in the order in which backward steps."""
+    """Copies at `rate` bytes per second, in the order in which backward steps the weights."""
 
     def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer, rate: float) -> None:
         self._recorder = recorder
@@ -35,7 +35,7 @@ class CopiesToUndo:
         self._taken = 0
 
     def begun_in(self, forward: Around) -> Around:
-        """The same forward of a step, as whose first part begins the copies begin."""
+        """The same context `forward`; the copies begin when the first micro-batch enters it."""
         left = [self._begin]
 
         @contextlib.contextmanager
@@ -59,7 +59,7 @@ class CopiesToUndo:
         self._taken = taken
 
     def wait(self, parameter: Tensor) -> None:
-        """A parameter is about to be stepped."""
+        """Wait for a parameter's copy before the parameter is stepped."""
         recorder = self._recorder
         recorder.sent += self._nbytes(parameter)
         if recorder.clock is not None and recorder.waits_for_copies:

@@ -1,4 +1,4 @@
-"""A real model, its optimizer and their state, copied as fake tensors, wherever they are."""
+"""Copies a real model, its optimizer and their state as fake tensors, wherever they are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+
+from oomph.techniques.iterators import NotCopied, copy_of
+from oomph.techniques.python_state import PythonState
+from oomph.torch_compat.dispatch import disable_current_modes
+from oomph.torch_compat.fake_tensors import FakeCopyMode, FakeTensor
+from oomph.torch_compat.function_modes import DisableTorchFunction
+from oomph.torch_compat.tensors import TensorBase
 
 
 class HostCopyMode(FakeCopyMode):
-    """Copies become fake tensors of the CPU: a rehearsal keeps to itself what is on the GPU."""
+    """Copies become fake CPU tensors: only the rehearsal knows which of them are on the GPU."""
 
     def __torch_function__(
         self,
@@ -21,12 +27,34 @@ class HostCopyMode(FakeCopyMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is torch._C.TensorBase.clone:
+        if func is TensorBase.clone:
             return _on_host(out)
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
             out = memo[id(tensor)] = _on_host(out)
         return out
+
+
+def copied_generators(*holders: Any) -> dict[int, Any]:
+    """Copies of all random generators held anywhere in `holders`, by the original's id.
+
+    A generator copies itself through a tensor with its state, and a fake tensor has no contents. An
+    iterator that cannot be copied is replaced by one that refuses to go on.
+    """
+    held = PythonState([("", holder) for holder in holders])
+    copies: dict[int, Any] = {id(one): _generator_like(one) for _, one in held.generators}
+    for place, one in held.iterators():
+        if copy_of(one) is None:
+            copies[id(one)] = NotCopied(place, one)
+    return copies
+
+
+def _generator_like(generator: torch.Generator) -> torch.Generator:
+    made = torch.Generator(generator.device)
+    if generator.device.type == "cpu":
+        with DisableTorchFunction(), disable_current_modes():
+            made.set_state(generator.get_state())
+    return made
 
 
 def _on_host(tensor: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A rehearsed script leaves the disk as it found it: what it writes goes to a private folder.
+"""A rehearsed script leaves the disk unchanged: its writes go to a private folder.
 
-Files it wrote are read back from there, files it deleted are gone for it alone, and in the end the
-folder is removed. This covers Python's own file functions; a library that writes in C by itself is
-not covered. Caches of downloads are shared with real runs and stay where they are.
+Files that the script wrote are read back from there, files it deleted disappear for the script
+only, and at the end the folder is removed. This covers Python's own file functions; a library that
+writes from C is not covered. Download caches are shared with real runs and stay where they are.
 """
 
 # pathlib would call the very functions that are replaced here.
@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+from oomph.process.rehearsal_threads import replaced_here
 
 _NEVER_PRIVATE = ("/dev", "/proc", "/sys")
 _CACHE_VARIABLES = ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
@@ -33,15 +34,17 @@ def private_files() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for owner, name, replace in _REPLACED:
                 function = replace(overlay, getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, function))
+                stack.enter_context(replaced_here(owner, name, function))
             temporary = Path(overlay.folder, "tmp")
             temporary.mkdir()
-            stack.enter_context(mock.patch.object(tempfile, "tempdir", str(temporary)))
+            place = str(temporary)
+            stack.enter_context(replaced_here(tempfile, "gettempdir", lambda: place))
+            stack.enter_context(replaced_here(tempfile, "gettempdirb", lambda: os.fsencode(place)))
             yield
 
 
 class _Overlay:
-    """Where the script's files really are."""
+    """Maps the script's paths to where its files really are."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -52,17 +55,17 @@ class _Overlay:
             for path in (*_NEVER_PRIVATE, folder, os.path.expanduser("~/.cache"), *caches)
             for form in (os.path.abspath, os.path.realpath)
         )
-        # The real functions: while the overlay is active the names of `os` lead back here.
+        # The real functions: while the overlay is active, the names in `os` lead back here.
         self._lexists, self._makedirs = _untouched_lexists(os.lstat), _makedirs(os.mkdir, os.stat)
 
     def covers(self, path: Any) -> bool:
-        """Whether a path of this kind and place is kept private."""
+        """Whether writes to this path go to the private folder."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return False
         return not _is_inside(path, self._left_alone)
 
     def private(self, path: Any) -> str:
-        """The private place of a path."""
+        """Where the private folder keeps this path."""
         return self.folder + "/files" + _full(path)
 
     def has(self, path: Any) -> bool:
@@ -74,15 +77,15 @@ class _Overlay:
         return self.has(path) or (not self.is_gone(path) and self._lexists(os.fsdecode(path)))
 
     def is_gone(self, path: Any) -> bool:
-        """Whether the script deleted the path, or a folder around it."""
+        """Whether the script deleted the path, or a folder that contains it."""
         return _is_inside(path, self.gone)
 
     def delete(self, path: Any) -> None:
-        """The real file stays; the script no longer sees it."""
+        """Hide the path from the script; a real file stays."""
         self.gone.add(_full(path))
 
     def to_read(self, path: Any) -> Any:
-        """Where to read a path from."""
+        """Where to read this path from."""
         if not self.covers(path):
             return path
         if self.has(path) or self.is_gone(path):
@@ -90,7 +93,7 @@ class _Overlay:
         return path
 
     def to_write(self, path: Any) -> str:
-        """Where to write a path to; its folder is there if the script would find it there."""
+        """Where to write this path; its folder is created there if the script would find it."""
         target = self.private(path)
         folder = os.path.dirname(_full(path))
         if self.exists(folder):
@@ -181,7 +184,7 @@ def _mkdir(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reading(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`stat` and the like: looks at the private file if there is one."""
+    """`stat` and the like: uses the private file if there is one."""
 
     def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dir_fd") is None:
@@ -192,7 +195,7 @@ def _reading(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _changing(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`chmod` and the like: what is not private is left as it is."""
+    """`chmod` and the like: leaves files that are not private as they are."""
 
     def change(path: Any, *args: Any, **kwargs: Any) -> Any:
         if not overlay.covers(path):
@@ -220,7 +223,7 @@ def _listdir(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Entries(Iterator[Any]):
-    """What `os.scandir` returns, from two folders."""
+    """Entries of two folders, merged, with the interface of what `os.scandir` returns."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
@@ -235,7 +238,7 @@ class _Entries(Iterator[Any]):
         self.close()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """There is nothing to close."""
 
 
 def _scandir(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +259,7 @@ def _scandir(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _deleting(overlay: _Overlay, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Removes the private file; a real one only disappears from the script's view."""
+    """Removes the private file; a real file only disappears from the script's view."""
 
     def delete(path: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("dir_fd") is not None or not overlay.covers(path):

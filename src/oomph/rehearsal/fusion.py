@@ -1,10 +1,10 @@
-"""Which results of a graph become buffers when it is compiled, and when each is taken and freed.
+"""Decides which results of a graph become buffers when compiled, and when each is taken and freed.
 
-The rules are those of PyTorch's compiler, as far as memory goes. Matrix products, attention and
-whatever else has a kernel of its own write buffers and read buffers. Everything between them is
-fused: a pointwise result exists only in registers, unless the graph returns it, a kernel of its own
-reads it, or it is read several times and costly to compute again. Reductions write buffers. A fused
-kernel writes over an input of the same size that nobody reads afterwards.
+The rules are those of PyTorch's compiler, as far as memory goes. Matrix products, attention and all
+other ops with a kernel of their own write buffers and read buffers. The ops between them are fused:
+a pointwise result exists only in registers, unless the graph returns it, an unfused kernel reads
+it, or it is read several times and costly to recompute. Reductions write buffers. A fused kernel
+overwrites an input of the same size that is not read afterwards.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from oomph.timing.ops import SLOW, work_of
-from oomph.timing.work import Work
+from oomph.hardware.timing.ops import SLOW, work_of
+from oomph.hardware.timing.work import Work
+from oomph.torch_compat.operators import OVERLOADS, OpOverload, schema_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: A result that is read more than once and itself reads more buffers than this is written down.
+#: A result that is used more than once is written to a buffer if it reads more buffers than this.
 MOST_READS_ON_REUSE = 4
-#: One that reads more than this is written down in any case.
+#: Any result that reads more buffers than this is written to a buffer.
 MOST_READS = 8
 
-#: What fused kernels reach of a large copy's bandwidth, by the bytes counted here: they find what
-#: was just written in the card's cache, and Inductor fuses some that stand apart here. On an H200.
+#: The multiple of a large copy's bandwidth that fused kernels reach on the bytes counted here, on
+#: an H200: they find recently written data in the card's cache, and Inductor fuses some kernels
+#: that are separate here.
 FUSED_REACH = 1.3
-#: The same where few numbers that lie far apart are added up, as a bias' gradient over a batch: a
+#: The same for sums of few numbers that lie far apart, such as a bias' gradient over a batch: a
 #: kernel reads the numbers of a sum side by side. 100 MB of t5-base's took 96 µs.
 FAR_APART_REACH, FEW = 0.25, 64
-#: The same where the largest of a row is found first, as softmax does: rows are read once more.
+#: The same where the largest of a row is found first, as in softmax: rows are read once more.
 SOFTMAX_REACH = 0.5
 
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all", "argmax"}
@@ -78,7 +80,7 @@ _FUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One kernel: what it writes over, takes, and leaves free behind it."""
+    """One kernel: the buffers that it overwrites, takes, and frees when it is done."""
 
     frees_first: tuple[str, ...]
     takes: tuple[tuple[str, int], ...]
@@ -92,12 +94,12 @@ class Program:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    """The buffer of each result; empty where the graph returns nothing there."""
+    """The buffer of each result; empty where the graph returns None."""
     steps: tuple[Step, ...]
 
 
 def schedule(graph: fx.Graph) -> Program:
-    """The kernels of a graph in its order, and the life of their buffers."""
+    """The graph's kernels in order, with the lifetimes of their buffers."""
     return _Scheduler(graph).program()
 
 
@@ -107,7 +109,7 @@ class _Scheduler:
         self._returned = [
             node if isinstance(node, fx.Node) else None for node in self._nodes[-1].args[0]
         ]
-        #: The node whose storage a node is a view of; itself where it is no view.
+        #: By node: the node whose storage it views; itself where it is not a view.
         self._root: dict[fx.Node, fx.Node] = {}
         for node in self._nodes:
             viewed = _viewed(node)
@@ -129,7 +131,7 @@ class _Scheduler:
                 continue
             if _is_fused(node):
                 continue
-            # A kernel of its own reads and writes buffers.
+            # A kernel that is not fused reads and writes buffers.
             written.add(node)
             written.update(root[source] for source in node.all_input_nodes)
         written.update(node for node in self._nodes if node.op == "placeholder")
@@ -143,7 +145,7 @@ class _Scheduler:
         return written
 
     def _reads(self, node: fx.Node, written: set[fx.Node]) -> set[fx.Node]:
-        """The buffers a node reads, directly or through fused ones."""
+        """The buffers that a node reads, directly or through fused nodes."""
         found: set[fx.Node] = set()
         seen: set[fx.Node] = set()
         stack = [self._root[source] for source in node.all_input_nodes]
@@ -159,7 +161,7 @@ class _Scheduler:
         return found
 
     def program(self) -> Program:
-        """The kernels in an order that respects what each reads."""
+        """The kernels, ordered so that each runs after those whose results it reads."""
         written = [
             node
             for node in self._nodes
@@ -168,7 +170,7 @@ class _Scheduler:
         writers = [node for node in written if not _is_item(node)]
         reads = {node: self._reads(node, self._written) for node in writers}
         kernels = _in_order(_fuse_side_by_side(writers, reads), _by_writer(reads))
-        # Each of several results is a buffer, and the kernel that has them writes them all.
+        # If an op has several results, each is a buffer, and the op's kernel writes them all.
         for kernel in kernels:
             kernel += [item for node in kernel for item in node.users if _is_item(item)]
         reads.update({node: set() for node in written if _is_item(node)})
@@ -179,7 +181,7 @@ class _Scheduler:
         returned = {self._root[node] for node in self._returned if node is not None}
         dying: dict[int, list[fx.Node]] = defaultdict(list)
         place = {node: at for at, node in enumerate(self._nodes)}
-        # In the graph's order: that of a set of nodes is another in each run.
+        # Sorted by the graph's order: iteration over a set of nodes differs from run to run.
         for source in sorted(last_use, key=place.__getitem__):
             if source not in returned:
                 dying[last_use[source]].append(source)
@@ -201,17 +203,17 @@ _Reads = dict[fx.Node, set[fx.Node]]
 
 
 def _fuse_side_by_side(nodes: list[fx.Node], reads: _Reads) -> list[_Kernel]:
-    """Pointwise results of one size that read a buffer in common are written by one kernel."""
+    """Pointwise results of equal size that share an input buffer are written by one kernel."""
     kernels: list[_Kernel] = []
     home: dict[fx.Node, int] = {}
     waits: list[set[int]] = []
-    """By kernel: those whose results it reads."""
+    """By kernel: the kernels whose results it reads."""
     sources = _by_writer(reads)
     for node in nodes:
         direct = {home[source] for source in sources[node] if source in home}
         at = len(kernels)
         if _is_fused(node) and not _is_reduction(node):
-            # A kernel that one of its own results comes back to would wait for itself.
+            # Exclude earlier kernels: fusing with one that this node depends on would make a cycle.
             earlier = _all_before(direct, waits)
             alike = (k for k in reversed(range(at)) if _are_alike(node, kernels[k], reads))
             at = next((k for k in alike if k not in earlier), at)
@@ -225,7 +227,7 @@ def _fuse_side_by_side(nodes: list[fx.Node], reads: _Reads) -> list[_Kernel]:
 
 
 def _all_before(direct: set[int], waits: list[set[int]]) -> set[int]:
-    """These kernels and all that must have run before them."""
+    """These kernels and all kernels that must have run before them."""
     found, new = set(direct), direct
     while new:
         new = set().union(*(waits[kernel] for kernel in new)) - found
@@ -241,7 +243,7 @@ def _are_alike(node: fx.Node, kernel: _Kernel, reads: _Reads) -> bool:
 
 
 def _by_writer(reads: _Reads) -> _Reads:
-    """The same, with the op that has several results instead of the one of them that is read."""
+    """The same reads, but if a read result is one of several, the op that computes them all."""
     return {
         node: {s.all_input_nodes[0] if _is_item(s) else s for s in sources}
         for node, sources in reads.items()
@@ -249,7 +251,7 @@ def _by_writer(reads: _Reads) -> _Reads:
 
 
 def _in_order(kernels: list[_Kernel], reads: _Reads) -> list[_Kernel]:
-    """Each kernel as soon as all it reads is there, in the graph's order otherwise."""
+    """Each kernel as soon as its inputs exist, otherwise in the graph's order."""
     home = {node: at for at, kernel in enumerate(kernels) for node in kernel}
     waits = [
         {home[source] for node in kernel for source in reads[node] if source in home} - {at}
@@ -278,7 +280,7 @@ def _step(kernel: _Kernel, reads: _Reads, dying: list[fx.Node]) -> Step:
     first = kernel[0]
     sources = set().union(*(reads[node] for node in kernel))
     if _is_fused(first):
-        # One result is written over an input that nobody reads afterwards; several are not.
+        # A single result overwrites an input that is not read afterwards; several results do not.
         if len(kernel) == 1:
             same = [s for s in dying if _nbytes(s) == _nbytes(first) and s.op != "placeholder"]
             over = [source.name for source in same[:1] if source is not first]
@@ -295,7 +297,7 @@ def _step(kernel: _Kernel, reads: _Reads, dying: list[fx.Node]) -> Step:
 
 
 def _fused_reach(node: fx.Node) -> float:
-    packet: Any = getattr(node.target, "_overloadpacket", None)
+    packet: Any = getattr(node.target, OVERLOADS, None)
     if packet is aten.sum and _adds_few_far_apart(node):
         return FAR_APART_REACH
     return SOFTMAX_REACH if packet is aten.amax else SLOW.get(packet, FUSED_REACH)
@@ -310,20 +312,18 @@ def _adds_few_far_apart(node: fx.Node) -> bool:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The node that this one is a view of; an item of several views is one of what they view."""
+    """The node that this one views; an item of an op with several views views that op's input."""
     if node.op != "call_function" or _is_item(node):
         return None
     if node.target is operator.getitem:
         return _viewed(node.all_input_nodes[0])
-    is_view = isinstance(node.target, torch._ops.OpOverload) and (
-        node.target.is_view or node.target in _VIEWS
-    )
+    is_view = isinstance(node.target, OpOverload) and (node.target.is_view or node.target in _VIEWS)
     sources: list[fx.Node] = node.all_input_nodes
     return sources[0] if is_view and sources else None
 
 
 def _is_item(node: fx.Node) -> bool:
-    """Whether a node is one of several results of an op, which are no views."""
+    """Whether a node is one of an op's several results, where these are not views."""
     return node.target is operator.getitem and _viewed(node.all_input_nodes[0]) is None
 
 
@@ -332,18 +332,15 @@ _VIEWS = {aten._unsafe_view.default, aten.reshape.default, aten.alias.default}
 
 def _is_fused(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True  # sizes and the like
-    name = target._schema.name.split("::")[-1]
+    name = schema_of(target).name.split("::")[-1]
     return torch.Tag.pointwise in target.tags or name in _FUSED or name in _REDUCTIONS
 
 
 def _is_reduction(node: fx.Node) -> bool:
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target._schema.name.split("::")[-1] in _REDUCTIONS
-    )
+    return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1] in _REDUCTIONS
 
 
 def _value(node: fx.Node) -> Any:
@@ -359,7 +356,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _nbytes(node: fx.Node) -> int:
-    """Bytes of a result; of several results, those that nobody asks for."""
+    """Bytes of a result; if an op has several, only of those that no getitem node picks."""
     value = _value(node)
     if isinstance(value, (tuple, list)):
         items = {user.args[1] for user in node.users if _is_item(user)}

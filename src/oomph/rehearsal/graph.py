@@ -1,4 +1,4 @@
-"""A CUDA graph in a rehearsal: its memory comes from a pool of its own, its launches are one."""
+"""A CUDA graph in a rehearsal: it has a memory pool of its own, and launches as one kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oomph.techniques.host_reads import HostReads, ReadsData
 
 
 class RehearsedCapture:
-    """Captures on the card that is rehearsed; see `oomph.techniques.cuda_graph.Capture`."""
+    """Captures on the rehearsed card; see `oomph.techniques.cuda_graph.Capture`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -21,9 +21,9 @@ class RehearsedCapture:
     def __call__(
         self, work: Callable[[], Tensor], look: Callable[[], None], varying: Sequence[Tensor]
     ) -> tuple[Tensor, Replay]:
-        """Run both once for their memory; the time it takes passes in the replays."""
+        """Run `look` and `work` once for their memory; the time of `work` passes in the replays."""
         recorder = self._recorder
-        # Looking and capturing happen once; no later step takes that time.
+        # The check and the capture happen once; later steps do not repeat them.
         seconds, launches, pool = recorder.seconds, recorder.launches, recorder.pool
         marks = len(recorder.timeline.marks)
         try:

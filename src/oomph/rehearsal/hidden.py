@@ -1,4 +1,4 @@
-"""Memory that no tensor shows: the CUDA context, loaded kernels, and what is not known exactly.
+"""Memory that no tensor shows: the CUDA context, loaded kernels, and uncertain amounts.
 
 The numbers are data (`hidden.toml`), each with how it was measured.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from oomph.gpus import GPU
+from oomph.hardware import GPU
 from oomph.rehearsal.timeline import Category, Timeline
 
 
@@ -29,14 +29,14 @@ class DeviceOverhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Uncertainty:
-    """How far a prediction may be off, as a part of it, both ways."""
+    """How far a prediction may be off, as a fraction of it, in both directions."""
 
     allocated: float
     reserved: float
     doubtful: bool
-    """Whether some scratch memory is of a size that a library chooses by itself."""
+    """Whether there is scratch memory whose size a library chooses by itself."""
     unchecked: int
-    """Bytes an op that was never compared with a GPU might take beyond its outputs: as many as the
+    """Bytes that ops never compared with a GPU might take beyond their outputs: as many as the
     largest of those outputs."""
     reasons: tuple[str, ...]
 
@@ -89,7 +89,7 @@ def is_checked(op: str) -> bool:
     """Whether an op's memory is known: seen on a GPU, or of a kind that takes only its outputs."""
     namespace, _, name = op.partition(".")
     if namespace == "oomph":
-        return True  # our own kernels; tests on a GPU hold them to their outputs
+        return True  # our own kernels; tests on a GPU check that they take only their outputs
     if namespace != "aten":
         return False  # a library's own kernel
     base, _, overload = name.partition(".")
@@ -98,7 +98,7 @@ def is_checked(op: str) -> bool:
     return by_nature or name in _checked_ops()
 
 
-#: Make a tensor and nothing else.
+#: Ops that create a tensor and allocate nothing else.
 _FACTORIES = {"arange", "lift_fresh", "empty_strided", "new_empty", "new_full", "stack"}
 
 

@@ -1,12 +1,12 @@
-"""Where PyTorch writes in place, and makes a new tensor only because a rehearsal is watching.
+"""Finds in-place writes that PyTorch replaces by new tensors only because a rehearsal is watching.
 
-Under a dispatch mode autograd avoids writing in place. Two places would then count memory that the
-real step never takes:
+Under a dispatch mode autograd avoids in-place writes. In two places this would count memory that
+the real step never takes:
 
 - A tensor that is used twice gets two gradients. Autograd adds the second into the first if nothing
   else holds the first (`input_buffer.cpp`), so a residual connection needs two gradients at once,
   not three.
-- Some backward formulas fill a tensor of their own (`FunctionsManual.cpp`).
+- Some backward formulas overwrite a tensor they made themselves (`FunctionsManual.cpp`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from oomph.torch_compat.dispatch import TorchDispatchMode, disable_current_modes
+from oomph.torch_compat.fake_tensors import FakeTensorMode
+from oomph.torch_compat.storages import cdata_of, storage_use_count
+from oomph.torch_compat.tensors import use_count
 
 aten = torch.ops.aten
 
-#: Ops by which a backward formula overwrites what it made itself.
+#: Ops with which a backward formula overwrites a tensor it made itself.
 FORMULAS: dict[str, frozenset[Any]] = {
     "BinaryCrossEntropyWithLogitsBackward0": frozenset({aten.sub.Tensor, aten.mul.Tensor}),
     "GatherBackward0": frozenset({aten.scatter_add.default}),
@@ -32,14 +35,14 @@ FORMULAS: dict[str, frozenset[Any]] = {
 }
 _IN_FORMULAS = frozenset[Any]().union(*FORMULAS.values())
 
-#: Formulas that use a tensor twice but add nothing: an addition seen in them is autograd's.
+#: Formulas that use a tensor twice but never add: an addition seen in them is autograd's.
 _ADD_NOTHING = frozenset({"MulBackward0", "MmBackward0", "BmmBackward0"})
 
 Holders = tuple[int, int, int]
 
 
 def may_be_in_place(func: Any) -> bool:
-    """Whether this op, seen during backward, could be one that writes in place for real."""
+    """Whether this op, seen during backward, could write in place in the real step."""
     return func is aten.add.Tensor or func in _IN_FORMULAS
 
 
@@ -48,8 +51,8 @@ def is_in_place(
 ) -> bool:
     """Whether the real step writes the result over the first argument.
 
-    `node` is the backward formula that runs or has just run, `made_by_node` whether it made that
-    argument, and `held` by whom the argument is held.
+    `node` is the backward formula that is running or ran last; `made_by_node` tells whether it made
+    the first argument, and `held` by how many references that is held.
     """
     if torch.is_grad_enabled():
         return False
@@ -68,20 +71,20 @@ def is_in_place(
 
 
 def holders(args: Sequence[Any]) -> Holders:
-    """How many hold the first argument: in C++, in Python, and its storage."""
-    storage = args[0].untyped_storage()._cdata
+    """How many references the first argument has: in C++, in Python, and to its storage."""
+    storage = cdata_of(args[0].untyped_storage())
     return (
-        args[0]._use_count(),
+        use_count(args[0]),
         sys.getrefcount(args[0]),
-        torch._C._storage_Use_Count(storage),
+        storage_use_count(storage),
     )
 
 
 @functools.cache
 def held_by_autograd_alone() -> Holders:
-    """What `holders` says, asked from a mode's dispatch, of a gradient that only autograd holds.
+    """What `holders` returns, in a mode's dispatch, for a gradient that only autograd holds.
 
-    Measured, because each version of PyTorch holds its arguments differently on the way there.
+    Measured, because versions of PyTorch hold a different number of references on the way there.
     """
     seen: list[Holders] = []
 
@@ -93,15 +96,15 @@ def held_by_autograd_alone() -> Holders:
                 seen.append(holders(args))
             return func(*args, **(kwargs or {}))
 
-    with _disable_current_modes(), torch.enable_grad(), FakeTensorMode(), Watch():
-        x = torch.ones(2, 2, requires_grad=True) * 1.0
+    with disable_current_modes(), torch.enable_grad(), FakeTensorMode(), Watch():
+        x = torch.ones(2, 2, requires_grad=True, device="cpu") * 1.0
         torch.mul(x.exp(), x.tanh()).sum().backward()
     (alone,) = seen
     return alone
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements fill a stretch of memory, in whatever order."""
+    """Whether the tensor's elements fill a contiguous stretch of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -1,7 +1,7 @@
-"""Ops whose output holds more memory than it shows.
+"""Ops whose output's storage is larger than its shape.
 
 Some kernels write a large intermediate result into their output, then shrink the output's shape;
-its storage stays as large as it was. A loss of one number can hold the bytes of a whole image.
+its storage keeps its size. A loss of one number can hold the bytes of a whole image.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_REDUCTION = 0
 
 
 def run_with_kept_storage(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The outputs of such an op, their storages as large as on a device, or NotImplemented."""
+    """Such an op's outputs, with storages as large as on a real device, or NotImplemented."""
     size_of = _KEPT.get(func)
     if size_of is None:
         return NotImplemented

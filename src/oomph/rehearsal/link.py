@@ -1,7 +1,8 @@
-"""The link in a rehearsal: nothing is copied, but the clock knows when each copy would be done.
+"""The host link in a rehearsal: no data is copied, but the clock knows when each copy would finish.
 
-Copies of one direction come one after the other, beside the kernels. Whoever waits for a copy moves
-the clock on to its end, so a rehearsed step takes as long as what of its copies is not hidden.
+Copies in one direction run one after the other, in parallel with the kernels. Waiting for a copy
+moves the clock to the copy's end, so a rehearsed step takes as long as the part of its copies that
+the kernels do not hide.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oomph.gpus import GPU
-from oomph.gpus.profile import load_profile
-from oomph.host.link import Copy, HostWork, Pairs
+from oomph.hardware import GPU
+from oomph.hardware.profile import load_profile
+from oomph.memory.link import Copy, HostWork, Pairs
 from oomph.rehearsal.host_memory import Cores, CoreWork, Lane
 from oomph.rehearsal.recorder import Recorder, Side
 
-#: The part of the data sheet's rate that both directions reach at once, measured on an H200.
+#: The fraction of the data sheet's rate that each direction reaches with both in use; on an H200.
 REACHED = 0.79
 
-#: Parameters that a host's fused AdamW updates per second in fp32, where it was not measured: what
-#: 16 threads beside an H200 reach.
+#: Parameters per second that the host's fused AdamW updates in fp32, for hosts that were not
+#: measured: what 16 threads reach beside an H200.
 HOST_ADAM = 3.7e9
-#: What such an update reads and writes of a parameter: four numbers in, three out.
+#: Bytes that such an update reads and writes per parameter: four numbers in, three out.
 HOST_ADAM_BYTES = 28
-#: The time of the host that a copy takes, with the events and the Python around it, in launches of
-#: a kernel: measured beside an H200 with models of many small parameters. Others that go with it
-#: take one each.
+#: Host time per copy, in kernel launches, including its events and the Python around it: measured
+#: beside an H200 with models of many small parameters. Each further tensor in the same copy costs
+#: one more launch.
 COPY_LAUNCHES = 4
 
 
@@ -41,12 +42,12 @@ class LinkRates:
 
     @property
     def slower(self) -> float:
-        """Of the slower direction."""
+        """The rate of the slower direction."""
         return min(self.out, self.back)
 
     @classmethod
     def of(cls, gpu: GPU) -> LinkRates:
-        """As measured beside this card, or from its data sheet."""
+        """The rates measured beside this card, or else derived from its data sheet."""
         profile = load_profile(gpu.name)
         if profile is None or profile.device_to_host is None or profile.host_to_device is None:
             return cls(REACHED * gpu.host_link, REACHED * gpu.host_link)
@@ -56,7 +57,7 @@ class LinkRates:
 
 
 class RehearsedLink:
-    """A link between the card that is rehearsed and its host; see `oomph.host.link.Link`."""
+    """The link between the rehearsed card and its host; see `oomph.memory.link.Link`."""
 
     def __init__(self, recorder: Recorder, gpu: GPU) -> None:
         self._recorder = recorder
@@ -66,23 +67,23 @@ class RehearsedLink:
         host_adam = (profile.host_adam if profile else None) or HOST_ADAM
         self._cores = Cores(HOST_ADAM_BYTES * host_adam, (self._out, self._in))
         self.disk_free = 0.0
-        """When the disk behind the link is done with all that it was given so far."""
+        """When the disk behind the link finishes all work queued so far."""
 
     def to_host(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
-        """Begin when the kernels so far are done."""
+        """Start the copy when the kernels so far are done."""
         return self.to_host_all([(source, target)], after)
 
     def to_gpu(self, source: Tensor, target: Tensor, after: Sequence[Copy] = ()) -> Copy:
-        """Begin when the kernels so far are done."""
+        """Start the copy when the kernels so far are done."""
         return self.to_gpu_all([(source, target)], after)
 
     def to_host_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
-        """Begin when the kernels so far are done."""
+        """Start the copies when the kernels so far are done."""
         self._recorder.sent += _nbytes(pairs)
         return self._copy(self._out, pairs, after)
 
     def to_gpu_all(self, pairs: Pairs, after: Sequence[Copy] = ()) -> Copy:
-        """Begin when the kernels so far are done."""
+        """Start the copies when the kernels so far are done."""
         self._recorder.brought += _nbytes(pairs)
         return self._copy(self._in, pairs, after)
 
@@ -94,7 +95,7 @@ class RehearsedLink:
         *,
         only_numbers: bool = False,
     ) -> HostWork:
-        """Do it now, on fake tensors; the clock has it done as fast as memory is read."""
+        """Run the work now, on fake tensors; the clock charges it at the rate the cores reach."""
         if not only_numbers:
             with self._recorder.placing(Side.HOST):
                 work()
@@ -102,13 +103,13 @@ class RehearsedLink:
         return RehearsedWork(self._recorder, self._cores, given)
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Fake memory on the host's side, counted."""
+        """Take fake host memory, and count it."""
         self._recorder.timeline.host_bytes += nbytes
         with self._recorder.placing(Side.HOST):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """There is nothing to close: no copy is really under way."""
 
     def _copy(self, lane: Lane, pairs: Pairs, after: Sequence[Copy]) -> Copy:
         self._recorder.launches += COPY_LAUNCHES - 1 + len(pairs)
@@ -125,7 +126,7 @@ def _nbytes(pairs: Pairs) -> int:
 
 
 class RehearsedCopy:
-    """Holds its tensors as a real one does: they take memory until it is waited for."""
+    """A copy that holds its tensors until it is waited for, as a real one does."""
 
     def __init__(self, recorder: Recorder, end: float, held: Pairs = ()) -> None:
         self.end = end
@@ -133,17 +134,17 @@ class RehearsedCopy:
         self._held = held
 
     def wait(self) -> None:
-        """The kernels that follow begin no sooner."""
+        """Let no later kernel start before the copy ends."""
         _wait_until(self._recorder, self.end)
         self._held = ()
 
     def finish(self) -> None:
-        """As `wait`."""
+        """Does the same as `wait`."""
         self.wait()
 
 
 class RehearsedWork:
-    """Work of the host's cores; see `oomph.host.link.HostWork`."""
+    """Work of the host's cores; see `oomph.memory.link.HostWork`."""
 
     def __init__(self, recorder: Recorder, cores: Cores, work: CoreWork) -> None:
         self._recorder = recorder
@@ -152,19 +153,19 @@ class RehearsedWork:
 
     @property
     def end(self) -> float:
-        """When it is done, by what is known now."""
+        """When the work ends, as far as is known now."""
         return self._cores.end_of(self._work, self._recorder.seconds)
 
     def wait(self) -> None:
-        """The kernels that follow begin no sooner."""
+        """Let no later kernel start before the work ends."""
         _wait_until(self._recorder, self.end)
 
     def finish(self) -> None:
-        """As `wait`."""
+        """Does the same as `wait`."""
         self.wait()
 
     def is_done(self) -> bool:
-        """Whether the clock is past its end."""
+        """Whether the clock has passed the end of the work."""
         return self._recorder.seconds >= self.end
 
 

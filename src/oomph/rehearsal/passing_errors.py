@@ -1,7 +1,7 @@
-"""Whether an error passes through a module, told in its hooks.
+"""Detects, in a module's hooks, whether an error passes through the module.
 
-Hooks that are always called are also called by errors, and Python knows of an error that is being
-handled as well: somebody who plans again since a plan did not fit does so inside of `except`.
+Always-called hooks also run when an error passes, and an unrelated error may be in handling at the
+same time: a caller that plans again after a plan did not fit does so inside `except`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import sys
 
 
 class PassingErrors:
-    """Told of every module that is entered and left, in order."""
+    """Has to be called for every module that is entered and left, in order."""
 
     def __init__(self) -> None:
-        #: By module that was entered: the error that was being handled by then.
+        #: By entered module: the error that was being handled at that time.
         self._handled: list[BaseException | None] = []
 
     def enter(self) -> None:
@@ -21,5 +21,5 @@ class PassingErrors:
         self._handled.append(sys.exc_info()[1])
 
     def leave(self) -> bool:
-        """It is over; whether that is because of an error."""
+        """A module has ended; returns whether because of an error."""
         return sys.exc_info()[1] is not self._handled.pop()

@@ -1,4 +1,4 @@
-"""The phases in which users run out of memory, rehearsed one after the other."""
+"""Rehearses the phases in which users run out of memory, one after the other."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils._pytree import tree_map
 
+from oomph.engine.applying import apply_choices
+from oomph.engine.evaluating import evaluate_batch
+from oomph.engine.step import Stage, compute_forward, train_step
 from oomph.errors import BadInput, CannotRehearse, OomphError, UnknownName
-from oomph.gpus import GPU
-from oomph.host.link import InstantLink, Link
-from oomph.host.slots import SlotStore
-from oomph.job import (
+from oomph.hardware import GPU
+from oomph.hardware.timing.clock import Clock
+from oomph.jobs.job import (
     Job,
     batch_size,
     build_model,
     check_optimizer,
     make_batch,
     make_optimizer,
+    refuse_scripted,
     split_batch,
 )
-from oomph.planning.choices import Choices
+from oomph.memory.link import InstantLink, Link
+from oomph.memory.numbered_store import NumberedStore
+from oomph.plans.choices import Choices
+from oomph.process.rehearsal_threads import rehearsing, replaced_here
 from oomph.rehearsal.compiled import stand_in_for_compiled
 from oomph.rehearsal.copies_to_undo import CopiesToUndo
-from oomph.rehearsal.copying import HostCopyMode
+from oomph.rehearsal.copying import HostCopyMode, copied_generators
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.graph import RehearsedCapture
 from oomph.rehearsal.link import LinkRates, RehearsedLink
@@ -40,23 +43,35 @@ from oomph.rehearsal.observing import mark_gradients, mark_model, mark_optimizer
 from oomph.rehearsal.passing_errors import PassingErrors
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.replaying import LATER_STEPS
-from oomph.rehearsal.slots import RehearsedSlots
+from oomph.rehearsal.shared_state import shared_state_kept
 from oomph.rehearsal.storages import tensors_in
+from oomph.rehearsal.stores import RehearsedStore
 from oomph.rehearsal.timeline import END_OF_STEP, Category, Timeline
 from oomph.rehearsal.world import pretend
-from oomph.running.applying import apply_choices
-from oomph.running.evaluating import evaluate_batch
-from oomph.running.step import Stage, train_step
-from oomph.techniques.attention_rows import gaps_left
-from oomph.techniques.autocast import make_scaler, remember_tf32
+from oomph.techniques.autocast import make_scaler
 from oomph.techniques.partial_steps import part_of_a_step
-from oomph.timing.clock import Clock
+from oomph.techniques.technique import techniques
+from oomph.torch_compat.compiler import UNCOMPILED, loaded_compiler
+from oomph.torch_compat.dispatch import disable_current_modes
+from oomph.torch_compat.fake_tensors import (
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    current_fake_mode,
+)
+from oomph.torch_compat.pytree import tree_map
 
-#: In the order they are rehearsed. The second step counts: optimizer state exists from then on.
-#: Those after it allocate the same; what they find in the allocator's cache is another matter.
+#: Phases in the order they are rehearsed. The second step counts: optimizer state exists from then
+#: on. Later steps allocate the same, but find a different allocator cache.
 PHASES = ("build", "first step", "step", LATER_STEPS, "eval", "save")
 
-#: Given model, optimizer and recorder before the first phase that runs them.
+#: Only the forward of a training step, with gradients: for callers that inspect it.
+FORWARD = "forward"
+
+#: A buffer with more floats holds statistics or a table: no forward branches on single numbers of
+#: it.
+MOST_NUMBERS_OF_A_BUFFER = 64
+
+#: Called with model, optimizer and recorder before the first phase that runs them.
 Watch = Callable[[nn.Module, torch.optim.Optimizer | None, Recorder], None]
 
 
@@ -74,22 +89,23 @@ def rehearse(
 ) -> Timeline:
     """Every allocation and free of the job's phases on `gpu`; None rehearses the CPU itself.
 
-    With `choices` they are applied to the job first. With `skip_first_step` the optimizer makes its
-    state without one, which is quicker and leaves the later steps' peak as it is. Without
+    `choices` are applied to the job first. With `skip_first_step` the optimizer creates its state
+    without a step, which is quicker and does not change the later steps' peak. Without
     `wait_for_copies` the clock runs as if the link to the host were infinitely fast.
     """
     for phase in phases:
-        if phase not in PHASES:
+        if phase not in (*PHASES, FORWARD):
             raise UnknownName("phase", phase, PHASES, f"phases are {', '.join(PHASES)}")
     if gpu is not None and not gpu.has_bf16 and job.precision == "bf16-mixed":
         raise BadInput(f"{gpu.name} knows no bf16: use fp16-mixed")
     job = _with_batch_on_host(job)
-    # Shuffling is done for real, so that a batch is known; the user's random stream stays put.
-    # What steps here is no step of the user's.
+    # Steps taken here are not steps of the user's program.
     with (
-        torch.random.fork_rng(devices=[]),
+        rehearsing(),
+        shared_state_kept(job),
         part_of_a_step(),
-        _own_settings(),
+        _without_techniques(),
+        _nothing_compiled(),
         pretend(gpu) as recorder,
     ):
         try:
@@ -98,24 +114,49 @@ def rehearse(
             _rehearse(job, recorder, gpu, set(phases), choices, watch, skip_first_step)
         except OomphError:
             raise
+        except DynamicOutputShapeException as error:
+            where = recorder.failed_in or recorder.current_module or "the model"
+            raise CannotRehearse(
+                f"{error.func} in {where} makes a tensor whose size only real data can tell"
+            ) from error
         except Exception as error:
             where = recorder.failed_in or recorder.current_module or "the model"
             raise CannotRehearse(
                 f"the step failed in {where}: {type(error).__name__}: {error}"
+                + _perhaps_because(recorder)
             ) from error
     recorder.timeline.notes += recorder.values.notes()
     return recorder.timeline
 
 
 @contextlib.contextmanager
-def _own_settings() -> Iterator[None]:
-    """Choices that are applied here may set what all of the process shares; it is put back."""
-    put_back = remember_tf32()
-    try:
-        with gaps_left():
-            yield
-    finally:
-        put_back()
+def _without_techniques() -> Iterator[None]:
+    """While active, what techniques changed in the process for a run is not in the rehearsal."""
+    with contextlib.ExitStack() as entered:
+        for technique in techniques():
+            entered.enter_context(technique.around_rehearsal())
+        yield
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """While active, functions that the user compiled run uncompiled.
+
+    The compiler would otherwise trace into the rehearsal itself, fail, and record permanently that
+    the function cannot be compiled.
+    """
+    with contextlib.ExitStack() as stack:
+        if (compiler := loaded_compiler()) is not None:
+            for name, stand_in in UNCOMPILED.items():
+                stack.enter_context(replaced_here(compiler, name, stand_in))
+        yield
+
+
+def _perhaps_because(recorder: Recorder) -> str:
+    """If a step failed: names the ops whose outputs were taken to be as large as possible."""
+    if not (places := " and ".join(recorder.values.selects_unknown)):
+        return ""
+    return f"; the size of what is made by {places} is one that only real data can tell"
 
 
 def _rehearse(
@@ -131,7 +172,10 @@ def _rehearse(
     with recorder.phase("build"):
         actors = fake_actors(job if choices is None else replace(job, checkpointing="none"))
         recorder.adopt([*actors.model.parameters(), *actors.model.buffers()])
-        # Where the host helps, weights come to the GPU one by one, each as it will be there.
+        if isinstance(job.model, nn.Module):
+            _know_buffers(job.model, actors.model, recorder)
+        # Where the host steps weights, they move to the GPU one by one, each already in its final
+        # form.
         is_placed_later = choices is not None and choices.optimizer_on == "host"
         model = actors.model if is_placed_later else actors.model.to(device)
         _follow_modules(model, recorder)
@@ -145,9 +189,12 @@ def _rehearse(
         recorder.categorise(list(tensors_in(batch)), Category.INPUT)
         _mark_gradients(model, recorder)
         stage = _set_stage(job, model, optimizer, gpu, choices, recorder)
-        mark_model(model, recorder)  # its weights may be others now
+        mark_model(model, recorder)  # weights may have been replaced by now
     if watch is not None:
         watch(model, optimizer, recorder)
+    if FORWARD in phases:
+        with recorder.phase(FORWARD):
+            compute_forward(stage, batch)
     if optimizer is not None:
         copies = None
         if stage.in_backward is not None and gpu is not None:
@@ -177,18 +224,40 @@ def _rehearse(
                 pass  # a replay repeats the last step
     if "eval" in phases:
         with recorder.phase("eval"):
-            size = stage.job.micro_batch
-            for part in _first_of_each_size(split_batch(batch, size) if size else [batch]):
-                evaluate_batch(stage, part)
+            _rehearse_eval(stage, batch, recorder, may_fail="step" in phases)
     if "save" in phases:
         with recorder.phase("save"):
             _save(stage)
 
 
-def _reaches_into_next(stage: Stage, is_first: bool) -> bool:
-    """Whether it takes two steps of a kind, of which the second has it all: its end is the next's.
+def _rehearse_eval(stage: Stage, batch: Any, recorder: Recorder, *, may_fail: bool) -> None:
+    """Evaluate the batch; after training, a loss that fails without gradients is only noted."""
+    size = stage.job.micro_batch
+    parts = split_batch(batch, size, stage.job.sample_tensors) if size else [batch]
+    try:
+        for part in _first_of_each_size(parts):
+            evaluate_batch(stage, part)
+    except CannotRehearse as error:
+        # Detectors, for example, return boxes instead of losses when they are not training.
+        if not may_fail:
+            raise
+        recorder.timeline.notes.append(
+            f"the evaluation cannot be rehearsed, and what it needs is not counted: {error}"
+        )
+    except OomphError:
+        raise
+    except Exception as error:
+        if not may_fail:
+            raise
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        recorder.timeline.notes.append(f"the loss cannot be computed without gradients ({reason})")
 
-    What the host's cores begin reaches into the next one, which the first of all does not show.
+
+def _reaches_into_next(stage: Stage, is_first: bool) -> bool:
+    """Whether the phase needs two steps, since a step's work ends only within the next step.
+
+    The work that the host's cores begin reaches into the next step; the very first step has no such
+    work from a step before, so the second is the first complete one.
     """
     host = stage.host
     return host is not None and (host.defers or (is_first and host.steps_on_host))
@@ -210,11 +279,12 @@ def _set_stage(
             optimizer=optimizer,
             device_type=device,
             scaler=make_scaler(job.precision, device),
+            own_micro_batch=job.micro_batch,
         )
 
-    def open_slots(link: Link, largest: int, buffers: int) -> SlotStore:
+    def open_store(link: Link, largest: int, buffers: int) -> NumberedStore:
         assert isinstance(link, RehearsedLink) and gpu is not None
-        return RehearsedSlots(recorder, link, gpu, largest=largest, buffers=buffers)
+        return RehearsedStore(recorder, link, gpu, largest=largest, buffers=buffers)
 
     stage, _ = apply_choices(
         choices,
@@ -224,15 +294,15 @@ def _set_stage(
         device_type=device,
         compile_with=functools.partial(stand_in_for_compiled, recorder=recorder),
         capture_with=RehearsedCapture(recorder),
-        slots_with=open_slots,
+        store_with=open_store,
         link_with=lambda _: RehearsedLink(recorder, gpu) if gpu is not None else InstantLink(),
     )
-    stage.weigher = None  # how many targets a batch has is nothing that fake tensors know
+    stage.weigher = None  # fake tensors cannot tell how many targets a batch has
     return stage
 
 
 def _make_state(optimizer: torch.optim.Optimizer, stage: Stage) -> None:
-    """Have the optimizer make its state, as its first step would."""
+    """Have the optimizer create its state, as its first step would."""
     if stage.host is not None:
         stage.host.make_state()
         return
@@ -269,29 +339,64 @@ class Actors:
 
 def fake_actors(job: Job) -> Actors:
     """The job's model, batch and optimizer, faked."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode = current_fake_mode()
     assert isinstance(mode, FakeTensorMode)
     optimizer = job.optimizer if isinstance(job.optimizer, torch.optim.Optimizer) else None
     if isinstance(job.model, nn.Module):
+        refuse_scripted(job.model)
         for module in job.model.modules():
             if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
                 _refuse_lazy(module)
-        # Copied together: the optimizer must keep pointing at the model's own parameters.
+        # Copied together: the optimizer must keep referring to the model's own parameters.
         with HostCopyMode(mode):
-            model, optimizer = copy.deepcopy((job.model, optimizer))
+            model, optimizer = _copied(job.model, optimizer)
         fake_job = Job(**{**vars(job), "model": model})
         model = build_model(fake_job)
     else:
-        with mock.patch.object(LazyModuleMixin, "__init__", _refuse_lazy):
+        with replaced_here(LazyModuleMixin, "__init__", _refuse_lazy):
             model = build_model(job)
+        refuse_scripted(model)
     return Actors(model=model, batch=_fake_batch(job), optimizer=optimizer, job=job)
 
 
+def _copied(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Copies of both, including attributes that a custom optimizer class adds."""
+    memo = copied_generators(model, optimizer)
+    model, copied = copy.deepcopy((model, optimizer), memo)
+    if optimizer is None or copied is None:
+        return model, copied
+    # A `step` that a scheduler or the user patched in would step their optimizer, not this copy.
+    vars(copied).pop("step", None)
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return model, copied
+    for name, value in vars(optimizer).items():
+        if name != "step" and name not in vars(copied):
+            with contextlib.suppress(TypeError):  # a lock, an open file: steps work without
+                setattr(copied, name, copy.deepcopy(value, memo))
+    return model, copied
+
+
+def _know_buffers(real: nn.Module, fake: nn.Module, recorder: Recorder) -> None:
+    """Track the buffers a forward may branch on: counters, flags and masks, but no statistics."""
+    twins = dict(fake.named_buffers(remove_duplicate=False))
+    for name, buffer in real.named_buffers(remove_duplicate=False):
+        twin = twins.get(name)
+        if twin is None or twin.shape != buffer.shape or twin.dtype != buffer.dtype:
+            continue
+        counts = not (buffer.is_floating_point() or buffer.is_complex())
+        if counts or buffer.numel() <= MOST_NUMBERS_OF_A_BUFFER:
+            with disable_current_modes():
+                numbers = buffer.detach()
+            recorder.values.know(twin, numbers)
+
+
 def _move_state(optimizer: torch.optim.Optimizer, recorder: Recorder, device: str) -> None:
-    """State that a given optimizer has already goes where its weights are, but for its counters."""
+    """Move a given optimizer's existing state to its weights' device, except for its counters."""
     for state in optimizer.state.values():
         recorder.adopt(list(tensors_in(state)))
-        for name, value in state.items():
+        for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor) and value.dim():
                 state[name] = value.to(device)
     mark_optimizer_state(optimizer, recorder)
@@ -305,7 +410,7 @@ def _refuse_lazy(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
 
 
 def _with_batch_on_host(job: Job) -> Job:
-    """A batch that is on a card already comes from the host in a rehearsal, as all others do."""
+    """Move a batch that is on a card to the host, where all batches of a rehearsal start."""
     if callable(job.batch):
         return job
     return replace(
@@ -346,22 +451,22 @@ def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
 
 
 def _first_two(parts: list[Any]) -> list[Any]:
-    """Enough for a quick look: one that makes the gradients, one that adds to them."""
+    """Two micro-batches for a quick check: one creates the gradients, one adds to them."""
     return parts[:2]
 
 
 def _first_of_each_size(parts: list[Any]) -> list[Any]:
     """Enough micro-batches to stand for all: those of one size repeat the same events.
 
-    The first makes the gradients, the second adds to them, the third finds the allocator's cache as
-    the second left it; what follows is the third again.
+    The first creates the gradients, the second adds to them, the third finds the allocator's cache
+    as the second left it; all later ones repeat the third.
     """
     last = parts[-1] if batch_size(parts[-1]) != batch_size(parts[0]) else None
     return parts[:3] + ([last] if last is not None and len(parts) > 3 else [])
 
 
 def _save(stage: Stage) -> None:
-    """Every tensor of model and optimizer goes to the host, one after the other."""
+    """Copy every tensor of model and optimizer to the host, one after the other."""
     for tensor in tensors_in(stage.model_state()):
         tensor.detach().cpu()
     if stage.optimizer is not None:

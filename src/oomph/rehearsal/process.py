@@ -1,4 +1,4 @@
-"""A process as it was before: what a script changes in Python, torch and libraries is put back."""
+"""Restores the process after a script changed Python, torch or libraries in it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.machinery
 import os
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,16 +17,20 @@ from unittest import mock
 
 import numpy
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-#: Settings a training script is likely to change: how to read each, and how to put it back.
+from oomph.process.rehearsal_threads import current_rehearsal, replaced_here, take_part
+from oomph.torch_compat.backend_flags import set_backend_flag
+from oomph.torch_compat.compiler import TRITON
+from oomph.torch_compat.dispatch import disable_current_modes
+from oomph.torch_compat.function_modes import DisableTorchFunction, default_device
+
+#: Settings that a training script is likely to change: how to read each, and how to restore it.
 _TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (lambda: torch.utils._device.CURRENT_DEVICE, torch.set_default_device),
+    (default_device, torch.set_default_device),
     (torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on) and None),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_rng_state, torch.set_rng_state),
     (
         torch.are_deterministic_algorithms_enabled,
         lambda on: torch.use_deterministic_algorithms(on),
@@ -43,26 +48,26 @@ _BACKEND_FLAGS = (
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cudnn, "enabled"),
 )
-#: Modules that remember whether there is a GPU.
+#: Modules that cache whether there is a GPU.
 _REMEMBER = (
     "accelerate.utils.imports",
     "lightning.fabric.accelerators.cuda",
     "lightning.pytorch.accelerators.cuda",
-    "torch.utils._triton",
+    TRITON,
     "transformers.utils.import_utils",
 )
-#: Whole-process state of accelerate, kept in dictionaries.
+#: Process-wide state of accelerate, kept in dictionaries.
 _ACCELERATE_STATES = ("PartialState", "AcceleratorState", "GradientState")
 _ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",  # what slips past the rehearsal must not reach a real GPU
-    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # weights are loaded in the thread that is rehearsed
-    "WANDB_MODE": "disabled",  # a rehearsal is no run to be logged
+    "CUDA_VISIBLE_DEVICES": "",  # calls that bypass the rehearsal must not reach a real GPU
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # load weights in the thread that is rehearsed
+    "WANDB_MODE": "disabled",  # a rehearsal is not a run to be logged
 }
 
 
 @contextlib.contextmanager
 def process_for(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """A process that `python script arguments` would find, and the old one back afterwards."""
+    """Set the process up as `python script arguments` would, and restore it afterwards."""
     folder = str(script.parent.resolve())
     working_folder, environment = Path.cwd(), dict(os.environ)
     python_random, numpy_random = random.getstate(), numpy.random.get_state()
@@ -77,6 +82,7 @@ def process_for(script: Path, arguments: Sequence[str]) -> Iterator[None]:
         contextlib.redirect_stderr(sys.stderr),
         _own_modules(folder),
         _fresh_library_state(),
+        _threads_take_part(),
     ):
         os.environ.update(_ENVIRONMENT)
         try:
@@ -90,14 +96,14 @@ def process_for(script: Path, arguments: Sequence[str]) -> Iterator[None]:
             for put, value in settings:
                 put(value)
             for owner, name, value in flags:
-                setattr(owner, name, value)
+                set_backend_flag(owner, name, value)
 
 
 @contextlib.contextmanager
 def libraries_for_real(script: Path) -> Iterator[None]:
-    """While active, libraries imported for the first time make their constants for real.
+    """While active, libraries imported for the first time create their constants as real tensors.
 
-    They outlive the rehearsal, and a fake tensor must not. The script's own modules do not.
+    The libraries outlive the rehearsal, and fake tensors must not. The script's own modules do not.
     """
     folder = str(script.parent.resolve())
     execute = importlib.machinery.SourceFileLoader.exec_module
@@ -105,16 +111,40 @@ def libraries_for_real(script: Path) -> Iterator[None]:
     def executed(loader: importlib.machinery.SourceFileLoader, module: ModuleType) -> None:
         if _is_own(module, folder):
             return execute(loader, module)
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with DisableTorchFunction(), disable_current_modes():
             return execute(loader, module)
 
-    with mock.patch.object(importlib.machinery.SourceFileLoader, "exec_module", executed):
+    with replaced_here(importlib.machinery.SourceFileLoader, "exec_module", executed):
+        yield
+
+
+@contextlib.contextmanager
+def _threads_take_part() -> Iterator[None]:
+    """Make threads that the script starts part of the rehearsal: they write no files either."""
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        rehearsal, run = current_rehearsal(), thread.run
+
+        def taking_part() -> None:
+            take_part(rehearsal)
+            try:
+                run()
+            except Exception as error:
+                if rehearsal is not None:
+                    rehearsal.died_of.append(f"{type(error).__name__}: {error}".split("\n")[0])
+                raise
+
+        thread.run = taking_part  # type: ignore[method-assign]
+        start(thread)
+
+    with replaced_here(threading.Thread, "start", started):
         yield
 
 
 @contextlib.contextmanager
 def _own_modules(folder: str) -> Iterator[None]:
-    """Modules beside the script are imported afresh, and forgotten afterwards."""
+    """Import modules beside the script afresh, and forget them afterwards."""
 
     def take_out() -> dict[str, ModuleType]:
         own = {
@@ -133,7 +163,7 @@ def _own_modules(folder: str) -> Iterator[None]:
 
 
 def _is_own(module: Any, folder: str) -> bool:
-    """Whether a module was found because the script's folder is first on the path."""
+    """Whether a module was found through the script's folder, which is first on the path."""
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     if not isinstance(file, str) or name == "__main__":
         return False
@@ -143,7 +173,7 @@ def _is_own(module: Any, folder: str) -> bool:
 
 @contextlib.contextmanager
 def _fresh_library_state() -> Iterator[None]:
-    """Libraries ask anew whether there is a GPU, when the rehearsal begins and when it ends."""
+    """Have libraries ask again whether there is a GPU, at the rehearsal's start and end."""
     _forget_answers()
     states = _accelerate_states()
     before = [dict(state) for state in states]

@@ -1,8 +1,8 @@
-"""Fake results of the commonest ops, made without a detour.
+"""Fast fake results for the most frequent ops.
 
-PyTorch's fake tensors describe every argument of an op to look its result up in a cache. For the
-commonest ops of a step the kernel that only works out shapes is several times quicker than that;
-what writes to its first argument, or copies one that fills its memory, needs no kernel at all.
+PyTorch's fake tensors describe every argument of an op to look its result up in a cache. For a
+step's most frequent ops the meta kernel, which only works out shapes, is several times faster; ops
+that write to their first argument, or copy a packed one, need no kernel at all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from oomph.torch_compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    allows_data_ptr,
+    current_fake_mode,
+    in_kernel_invocation,
+    make_subclass,
+    throw_on_mutable_data_ptr,
+    warn_on_mutable_data_ptr,
+)
 
 aten = torch.ops.aten
 
@@ -21,18 +31,18 @@ _Quick = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 def quick_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What the active fake mode would return for the op, or NotImplemented for it to do so."""
+    """What the active fake mode would return for the op; NotImplemented if it has to."""
     make = _QUICK.get(func)
     return NotImplemented if make is None else make(func, args, kwargs)
 
 
 def shows_its_argument(func: Any, args: Sequence[Any]) -> bool:
-    """Whether `quick_fake` gives its first argument's memory in another way, and no more."""
+    """Whether `quick_fake` only views its first argument's memory in another way."""
     return _QUICK.get(func) is _view and _is_plain(args[0])
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Shows its first argument, and no other tensor, in another way."""
+    """Views its first argument, and no other tensor, in another way."""
     first = args[0]
     return _run(func, args, kwargs, first.fake_device) if _is_plain(first) else NotImplemented
 
@@ -45,7 +55,7 @@ def _new(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Makes a tensor of the size of its argument."""
+    """Makes a tensor of its argument's size."""
     first = args[0]
     if not _is_plain(first) or kwargs.get("pin_memory"):
         return NotImplemented
@@ -59,7 +69,7 @@ def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _filled(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Makes a tensor of one number, whose type is named, from sizes."""
+    """Makes a tensor from sizes, filled with one number, with the dtype given."""
     if kwargs.get("pin_memory") or kwargs.get("dtype") is None:
         return NotImplemented
     options = {"dtype": kwargs["dtype"], "device": _META}
@@ -67,14 +77,14 @@ def _filled(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _write_to_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Writes to tensors in lists, and gives nothing back."""
+    """Writes to tensors in lists, and returns nothing."""
     lists = [*args, *kwargs.values()]
     tensors = (tensor for one in lists if isinstance(one, (list, tuple)) for tensor in one)
     return None if all(map(_is_plain, tensors)) else NotImplemented
 
 
 def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Writes another tensor to its first argument, or computes with both in it."""
+    """Writes another tensor to its first argument, or computes in place with both."""
     first, other = args[:2]
     if not _is_plain(first) or not _is_plain(other):
         return NotImplemented
@@ -84,7 +94,7 @@ def _write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Computes each element from those at the same place, of floats of one type and numbers."""
+    """Computes each element from those at the same place, of floats of one dtype and numbers."""
     first = args[0]
     if kwargs or not _is_plain(first) or not first.is_floating_point() or not _is_packed(first):
         return NotImplemented
@@ -109,57 +119,50 @@ def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _empty(shape: Sequence[int], like: Any) -> Any:
-    """A packed tensor of this shape; the rest is as in `like`."""
+    """A packed tensor of this shape, otherwise like `like`."""
     options = {"dtype": like.dtype, "device": _META}
     return _run(aten.empty.memory_format, (shape,), options, like.fake_device)
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Any:
-    """The result of the kernel that works out shapes."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    """The result of the meta kernel, which works out shapes."""
+    mode = current_fake_mode()
     if not isinstance(mode, FakeTensorMode):
         return NotImplemented
-    # As `in_kernel_invocation_manager` does, whose generator takes as long as a kernel.
-    outside = mode.in_kernel_invocation
-    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
-        mode.in_kernel_invocation = True
-        torch._C._set_meta_in_tls_dispatch_include(True)
-        try:
-            made = func(*args, **kwargs)
-        finally:
-            mode.in_kernel_invocation = outside
+    with in_kernel_invocation(mode):
+        made = func(*args, **kwargs)
     return _wrap(mode, made, device)
 
 
 def _wrap(mode: FakeTensorMode, made: Tensor, device: torch.device) -> FakeTensor:
-    """What `FakeTensor(mode, made, device)` gives, whose attributes are worked out but once."""
+    """The same as `FakeTensor(mode, made, device)`, with attributes computed only once."""
     attributes = _attributes.get(device)
     if attributes is None:
         fake = FakeTensor(mode, made, device)
         _attributes[device] = {k: v for k, v in vars(fake).items() if k != "fake_mode"}
         return fake
-    fake = Tensor._make_subclass(
+    fake = make_subclass(
         FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
     )
-    if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    if allows_data_ptr(mode):
+        warn_on_mutable_data_ptr(fake)
     else:
-        torch._C._set_throw_on_mutable_data_ptr(fake)
+        throw_on_mutable_data_ptr(fake)
     vars(fake).update(attributes, fake_mode=mode)
     return fake
 
 
-#: By device: attributes of every fake tensor on it that no real one stands behind.
+#: By device: attributes of every fake tensor on it that has no real tensor behind it.
 _attributes: dict[torch.device, dict[str, Any]] = {}
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether it is fake through and through: what is known of a constant is not lost."""
+    """Whether it is a fake tensor without a known constant, which a quick result would lose."""
     return type(tensor) is FakeTensor and tensor.constant is None
 
 
 def _broadcast(one: Sequence[int], other: Sequence[int]) -> Sequence[int] | None:
-    """The shape of a result of tensors of these shapes, or None where there is none."""
+    """The shape that these two broadcast to, or None if they do not broadcast."""
     if one == other:
         return one
     longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
@@ -173,7 +176,7 @@ def _broadcast(one: Sequence[int], other: Sequence[int]) -> Sequence[int] | None
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether its elements lie one after the other, its last dimension's nearest together."""
+    """Whether its elements are contiguous, in row-major order."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -182,7 +185,7 @@ def _is_packed(tensor: Tensor) -> bool:
     return True
 
 
-#: Layouts in which a packed tensor's copy is packed.
+#: Memory formats in which a packed tensor's copy is packed.
 _SAME_ORDER = (None, torch.preserve_format, torch.contiguous_format)
 _KINDS: dict[_Quick, list[Any]] = {
     _view: [

@@ -1,12 +1,12 @@
-"""Sees every op of the rehearsed step and writes down the memory it would take on the GPU.
+"""Observes every op of the rehearsed step and records the memory it would take on the GPU.
 
-The step runs on fake CPU tensors. Each storage is given a *side*: the GPU that is rehearsed, or the
-host. A storage's birth and death on the GPU's side become a `Block`; the host's are only remembered
-so that a copy back and forth is told from a computation.
+The step runs on fake CPU tensors. Each storage is assigned a *side*: the rehearsed GPU, or the
+host. The birth and death of a storage on the GPU's side become a `Block`; host storages are tracked
+only to tell copies between the sides from computation.
 
-The recorder is a dispatch mode, so it sees what autograd and recomputation do as well. It is popped
-while it works: what a fake kernel does inside is not memory the real kernel would take. What the
-real kernel takes beyond its outputs comes from `Rules`.
+The recorder is a dispatch mode, so it also sees autograd and recomputation. It is popped while it
+works: memory a fake kernel takes inside is not memory the real kernel would take. `Rules` supply
+what the real kernel takes beyond its outputs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import bisect
 import contextlib
 import functools
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph.errors import CannotRehearse
+from oomph.hardware.timing.clock import Clock
+from oomph.hardware.timing.ops import work_of
+from oomph.hardware.timing.work import Work
+from oomph.process.rehearsal_threads import current_rehearsal
 from oomph.rehearsal.in_place import (
     Holders,
     held_by_autograd_alone,
@@ -31,20 +35,24 @@ from oomph.rehearsal.in_place import (
     is_in_place,
     may_be_in_place,
 )
+from oomph.rehearsal.mixed_sides import refuse_mixed
 from oomph.rehearsal.quick_fakes import quick_fake, shows_its_argument
 from oomph.rehearsal.rules import Burst, Rules
 from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in
 from oomph.rehearsal.timeline import Block, Category, Mark, Span, Timeline
 from oomph.rehearsal.values import KnownValues
-from oomph.timing.clock import Clock
-from oomph.timing.ops import work_of
-from oomph.timing.work import Work
+from oomph.torch_compat.autograd import current_node, next_sequence_number, sequence_number
+from oomph.torch_compat.dispatch import TorchDispatchMode, has_kernel
+from oomph.torch_compat.fake_tensors import FakeTensor
+from oomph.torch_compat.function_modes import DisableTorchFunction
+from oomph.torch_compat.operators import schema_of
+from oomph.torch_compat.storages import cdata_of
 
 aten = torch.ops.aten
 _ASKS_WHERE_TO_RUN = torch.ops.prim.device.default
 
 
-#: Where a micro-batch begins.
+#: The name of the mark where a micro-batch begins.
 FORWARD = "forward"
 
 
@@ -56,7 +64,7 @@ class Side(Enum):
 
 
 class _Storage:
-    """What is known of one storage: its side and, on the GPU's, its block."""
+    """The record of one storage: its side and, on the GPU's side, its block."""
 
     __slots__ = ("block", "nbytes", "reference", "side")
 
@@ -68,7 +76,7 @@ class _Storage:
 
 
 class Bare:
-    """Memory without a tensor: what a compiled kernel takes, freed when nobody holds it."""
+    """Memory without a tensor: taken by a compiled kernel, freed when the last reference goes."""
 
     __slots__ = ("_block", "_recorder")
 
@@ -81,55 +89,64 @@ class Bare:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes the timeline of whatever runs while it is active."""
+    """Writes the timeline of everything that runs while it is active."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing here is compiled for real, and asking takes longer than some ops."""
+        """No: nothing here is compiled for real, and the check takes longer than some ops."""
         return False
 
     def __init__(self, rules: Rules, default_side: Side) -> None:
         super().__init__()
         self.timeline = Timeline()
         self.values = KnownValues()
-        #: True while a fake kernel runs: tensors then show the device they are faked on.
+        #: By id: real weights passed to ops, and the gradients that they had before.
+        self._own_gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        #: True while a fake kernel runs: tensors then report the device of the fake.
         self.busy = False
+        #: Whether ops refuse to mix sides: they do where a program moves its tensors itself.
+        self.one_device_only = False
         #: True while a block is traced for compilation: every tensor then counts as on the GPU.
         self.tracing = False
-        #: Arguments of the torch function that is running, for ops inside it that have none.
+        #: Arguments of the running torch function, for ops inside it that have none.
         self.arguments: Sequence[Any] = ()
-        #: The innermost module that an error came out of.
+        #: The innermost module that raised an error.
         self.failed_in = ""
-        #: Bytes of GPU tensors alive now, and the most there were since `reset_peak`.
+        #: Bytes of GPU tensors alive now, and the peak since `reset_peak`.
         self.allocated = 0
         self.peak_allocated = 0
-        #: Predicted seconds of kernels so far, and how many were launched, where there is a clock.
+        #: Predicted kernel seconds so far, and the number of launches, if there is a clock.
         self.clock: Clock | None = None
         self.seconds = 0.0
         self.launches = 0.0
-        #: Bytes that have begun to leave for the host, and to come from it.
+        #: Bytes whose copy to the host has begun, and whose copy from the host has begun.
         self.sent = 0
         self.brought = 0
-        #: Whether kernels wait for copies; else the seconds are those of kernels alone.
+        #: Whether kernels wait for copies; if not, the seconds are those of kernels alone.
         self.waits_for_copies = True
-        #: Whose pool of the allocator memory comes from: a stream's, or a graph's that is captured.
+        #: The allocator's pool that memory comes from: a stream's, or that of a graph in capture.
         self.pool = 0
         self._rules = rules
+        #: The side of new tensors if no device is named.
+        self.side_of_new = default_side
         self._default_side = default_side
         self._storages: dict[int, _Storage] = {}
+        self._rehearsal = current_rehearsal()
+        #: Blocks freed by another thread's garbage collection; only one thread writes the timeline.
+        self._died_elsewhere: deque[Block] = deque()
         self._workspaces: set[tuple[int, str]] = set()
         self._placing: Side | None = None
         self._modules: list[str] = []
         self._phase = ""
         held_by_autograd_alone()  # measured once, outside of any backward
-        #: The autograd node that runs, and the event at which it was first seen.
+        #: The running autograd node, and the event at which it was first seen.
         self._node: tuple[str, int] | None = None
         self._node_start = 0
-        # Autograd nodes are numbered as they are made; the number tells a backward op's module.
+        # Autograd nodes are numbered when made; the number tells which module a backward op is in.
         self._sequence_starts: list[int] = []
         self._sequence_modules: list[str] = []
 
-    # -- what the timeline says about a moment ------------------------------------------------
+    # -- timeline, phases and modules ---------------------------------------------------------
 
     def tick(self) -> int:
         """The next event's number."""
@@ -137,25 +154,25 @@ class Recorder(TorchDispatchMode):
         return self.timeline.events - 1
 
     def reset_peak(self) -> None:
-        """Count the peak anew from what is alive now."""
+        """Restart the peak from the memory alive now."""
         self.peak_allocated = self.allocated
 
     def mark(self, name: str) -> None:
-        """Remember this moment of the timeline."""
+        """Add a mark at this moment of the timeline."""
         mark = Mark(
             name, self.timeline.events, self.seconds, self.launches, self.sent, self.brought
         )
         self.timeline.marks.append(mark)
 
     def run_kernel(self, work: Work) -> None:
-        """Let the clock go on by the time a kernel takes."""
+        """Advance the clock by the time the kernel takes."""
         if self.clock is not None and (seconds := self.clock.seconds(work)):
             self.seconds += seconds
             self.launches += work.launches
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Everything inside belongs to the phase `name`."""
+        """Assign all events inside to the phase `name`."""
         start, before, self._phase = self.timeline.events, self._phase, name
         try:
             yield
@@ -165,7 +182,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Blocks made inside and still alive at its end are activations."""
+        """File blocks made inside and still alive at its end as activations."""
         self.mark(FORWARD)
         start = len(self.timeline.blocks)
         try:
@@ -177,7 +194,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def placing(self, side: Side) -> Iterator[None]:
-        """New storages made inside are on this side, whatever the op's inputs are."""
+        """Put new storages made inside on this side, whatever the op's inputs are."""
         before, self._placing = self._placing, side
         try:
             yield
@@ -185,18 +202,18 @@ class Recorder(TorchDispatchMode):
             self._placing = before
 
     def enter_module(self, path: str) -> None:
-        """The ops that follow belong to the module `path`."""
+        """Assign the ops that follow to the module `path`."""
         self._modules.append(path)
         self._note_sequence()
 
     def leave_module(self) -> None:
-        """Back to the module around."""
+        """Return to the enclosing module."""
         if self._modules:
             self._modules.pop()
         self._note_sequence()
 
     def _note_sequence(self) -> None:
-        number = torch._C._autograd._get_sequence_nr()
+        number = next_sequence_number()
         if self._sequence_starts and number < self._sequence_starts[-1]:
             return  # recomputation inside backward reuses no numbers, but another thread may
         self._sequence_starts.append(number)
@@ -205,21 +222,21 @@ class Recorder(TorchDispatchMode):
     @property
     def current_module(self) -> str:
         """The module whose forward or backward is running."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is not None and not self._modules:
-            at = bisect.bisect_right(self._sequence_starts, node._sequence_nr()) - 1
+            at = bisect.bisect_right(self._sequence_starts, sequence_number(node)) - 1
             return self._sequence_modules[at] if at >= 0 else ""
         return self._modules[-1] if self._modules else ""
 
     # -- sides ----------------------------------------------------------------------------------
 
     def side_of(self, tensor: Tensor) -> Side:
-        """Where a tensor lives; what was made outside the rehearsal is on the host."""
+        """The side of a tensor; tensors made outside the rehearsal are on the host."""
         record = self._storages.get(storage_key(tensor))
         return record.side if record is not None else Side.HOST
 
     def block_of(self, tensor: Tensor) -> Block | None:
-        """The block a GPU tensor's storage was recorded as."""
+        """The block recorded for a GPU tensor's storage."""
         record = self._storages.get(storage_key(tensor))
         return record.block if record is not None else None
 
@@ -231,7 +248,7 @@ class Recorder(TorchDispatchMode):
         module: str | None = None,
         belongs_to: Tensor | None = None,
     ) -> None:
-        """Say what these tensors are for, and file them under a module, or a parameter's module."""
+        """File tensors under a category, and under a module or the module of a parameter."""
         if belongs_to is not None:
             owner = self.block_of(belongs_to)
             module = owner.module if owner is not None else None
@@ -250,12 +267,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _ASKS_WHERE_TO_RUN:
-            return args[0].fake_device  # C++ asks where to run: on the fake CPU, always
+            return args[0].fake_device  # C++ asks where to run: always on the fake CPU
         kwargs = kwargs or {}
         self._follow_node()
         watched = self._node is not None and may_be_in_place(func) and isinstance(args[0], Tensor)
         held = holders(args) if watched else None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.busy = True
             try:
                 if held is not None and self._writes_in_place(func, args, held):
@@ -267,9 +284,20 @@ class Recorder(TorchDispatchMode):
             finally:
                 self.busy = False
 
+    def _note_gradients(self, inputs: Sequence[Tensor]) -> None:
+        """Remember the gradients of weights that are not the rehearsed model's."""
+        for tensor in inputs:
+            if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf:
+                self._own_gradients.setdefault(id(tensor), (tensor, tensor.grad))
+
+    def put_gradients_back(self) -> None:
+        """Restore the gradients that real weights, such as a criterion's, had before."""
+        for tensor, gradient in self._own_gradients.values():
+            tensor.grad = gradient
+
     def _follow_node(self) -> None:
-        node = torch._C._current_autograd_node()
-        key = None if node is None else (node.name(), node._sequence_nr())
+        node = current_node()
+        key = None if node is None else (node.name(), sequence_number(node))
         if key != self._node:
             self._node, self._node_start = key, self.timeline.events
 
@@ -289,21 +317,34 @@ class Recorder(TorchDispatchMode):
         side = self._placing
         device = kwargs.get("device")
         if device is not None:
-            # "cpu" says nothing here: autograd's own conversions name the fake device.
+            # "cpu" carries no information here: autograd's own conversions name the fake device.
             side = side or (Side.GPU if is_gpu(device) else None)
             kwargs = {**kwargs, "device": torch.device("cpu")}
         inputs = list(tensors_in(args))
+        self._note_gradients(inputs)
         if kwargs:
             inputs += tensors_in(kwargs)
         on_gpu = False
+        on_host: list[Tensor] = []
         for tensor in inputs:
             record = self._storages.get(storage_key_inside(tensor))
             if record is None:
-                # Made outside the rehearsal; remembered, it is not taken for a new one.
+                # Made outside the rehearsal; recorded so that it is not mistaken for a new one.
                 record = self._remember(tensor, Side.HOST)
-            on_gpu = on_gpu or record.side is Side.GPU
+            if record.side is Side.GPU:
+                on_gpu = True
+            else:
+                on_host.append(tensor)
+        if on_gpu and on_host and self.one_device_only:
+            refuse_mixed(func, on_host)
         if side is None:
-            side = Side.GPU if on_gpu else self._default_side if inputs else self._side_of_new()
+            side = (
+                Side.GPU
+                if on_gpu
+                else self._default_side
+                if inputs
+                else self._side_without_inputs()
+            )
         elif func is aten._to_copy.default and self._is_no_copy(inputs[0], side, kwargs):
             return aten.alias.default(inputs[0])
 
@@ -319,29 +360,29 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _is_written_down(self, tensor: Tensor) -> bool:
-        """Whether nothing is to be said of a view of it: its memory is known, as it is now."""
+        """Whether a view of it needs no record: its memory is known, at its present size."""
         storage = tensor.untyped_storage()
-        record = self._storages.get(storage._cdata)
-        # Of a truth it is known which op it came from last.
+        record = self._storages.get(cdata_of(storage))
+        # For booleans, `values` must see views: it tracks which op made each.
         return (
             record is not None
             and record.nbytes == storage.nbytes()
             and tensor.dtype is not torch.bool
         )
 
-    def _side_of_new(self) -> Side:
-        """Where an op without tensors to go by puts its result when no device is named.
+    def _side_without_inputs(self) -> Side:
+        """The side of the result of an op without tensor inputs, when no device is named.
 
         Inside backward or a composite op on GPU tensors, C++ names the device of those tensors,
-        which for it is the fake CPU.
+        which is the fake CPU for C++.
         """
-        on_gpu = torch._C._current_autograd_node() is not None or any(
+        on_gpu = current_node() is not None or any(
             self.side_of(tensor) is Side.GPU for tensor in tensors_in(self.arguments)
         )
-        return Side.GPU if on_gpu else self._default_side
+        return Side.GPU if on_gpu else self.side_of_new
 
     def _is_no_copy(self, tensor: Tensor, side: Side, kwargs: dict[str, Any]) -> bool:
-        """`.to(device)` of a tensor already there: the fake kernel cannot know, we do."""
+        """Detects `.to(device)` of a tensor already there, which the fake kernel cannot know."""
         return (
             self.side_of(tensor) is side
             and kwargs.get("dtype", tensor.dtype) in (None, tensor.dtype)
@@ -376,7 +417,7 @@ class Recorder(TorchDispatchMode):
                 )
             record = self._storages.get(storage_key_inside(tensor))
             if record is None:
-                # A view of what the recorder never saw: a constant from outside the step.
+                # A view of a storage that the recorder never saw: a constant from outside the step.
                 outside = func.is_view and func is not aten.lift_fresh.default
                 on_host = outside or index in host_outputs
                 record = self._remember(tensor, Side.HOST if on_host else side)
@@ -388,8 +429,8 @@ class Recorder(TorchDispatchMode):
             return
         if self.clock is not None:
             self.run_kernel(work_of(func, args, out))
-        in_backward = torch._C._current_autograd_node() is not None
-        for key, size in self._rules.lasting(func, args, in_backward):
+        in_backward = current_node() is not None
+        for key, size in self._rules.fixed_part(func, args, in_backward):
             if (self.pool, key) not in self._workspaces:
                 self._workspaces.add((self.pool, key))
                 self._allocate(size, key, Category.WORKSPACE)
@@ -398,11 +439,11 @@ class Recorder(TorchDispatchMode):
             self._pass(str(func), late)
 
     def take(self, size: int, op: str) -> Bare:
-        """Memory of the GPU that no tensor stands for."""
+        """Take GPU memory that no tensor stands for."""
         return Bare(self, self._allocate(size, op))
 
     def _pass(self, op: str, bursts: Sequence[Burst]) -> None:
-        """Scratch comes and goes, the last block first."""
+        """Allocate and free scratch memory, freeing the last block first."""
         for burst in bursts:
             blocks = [self._allocate(size, op) for size in burst.sizes if size]
             for block in reversed(blocks):
@@ -411,13 +452,15 @@ class Recorder(TorchDispatchMode):
 
     def _remember(self, tensor: Tensor, side: Side) -> _Storage:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = cdata_of(storage)
         record = _Storage(side, storage.nbytes())
         record.reference = weakref.ref(storage, functools.partial(self._bury, key))
         self._storages[key] = record
         return record
 
     def _allocate(self, size: int, op: str, category: Category = Category.TEMPORARY) -> Block:
+        for _ in range(len(self._died_elsewhere)):
+            self._free(self._died_elsewhere.popleft())
         block = Block(
             size=size,
             birth=self.tick(),
@@ -433,6 +476,10 @@ class Recorder(TorchDispatchMode):
         return block
 
     def _free(self, block: Block) -> None:
+        if current_rehearsal() is not self._rehearsal:
+            # Blocks freed after the end of the rehearsal no longer change its timeline.
+            self._died_elsewhere.append(block)
+            return
         block.death = self.tick()
         self.allocated -= block.size
 
@@ -451,13 +498,13 @@ class Recorder(TorchDispatchMode):
 
 
 def is_gpu(device: Any) -> bool:
-    """Whether a device, however it is written, is the GPU that is rehearsed."""
+    """Whether a device, in any notation, is the rehearsed GPU."""
     if isinstance(device, int):
         return True
     return torch.device(device).type == "cuda"
 
 
-#: Where an op has a kernel that fake tensors can use.
+#: Dispatch keys whose kernels fake tensors can use.
 _FAKE_KERNELS = (
     "Meta",
     "CompositeImplicitAutograd",
@@ -468,10 +515,10 @@ _FAKE_KERNELS = (
 
 @functools.cache
 def _only_writes(func: Any) -> bool:
-    """Whether an op gives nothing back and has no fake kernel, as some fused optimizers.
+    """Whether an op returns nothing and has no fake kernel, as some fused optimizers.
 
-    There is nothing to find out about it, and PyTorch would run the real one on real memory.
+    There is nothing to compute for it, and PyTorch would run the real kernel on real memory.
     """
-    return not func._schema.returns and not any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _FAKE_KERNELS
+    return not schema_of(func).returns and not any(
+        has_kernel(func.name(), key) for key in _FAKE_KERNELS
     )

@@ -1,4 +1,4 @@
-"""A timeline, replayed through the allocator: what each phase would allocate and reserve."""
+"""Replays a timeline through the allocator: what each phase would allocate and reserve."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from oomph.rehearsal.allocator import Allocator, AllocatorSettings, OutOfMemory
 from oomph.rehearsal.allocator.replay import GRAPH_POOL
 from oomph.rehearsal.timeline import END_OF_STEP, Block, Timeline
 
-#: Bytes that a step may leave beside what it found, for the next one to be like it.
+#: Bytes that a step may leave in excess of what it found and still count as repeatable.
 SETTLED = 1 << 20
-#: Steps that follow those that are rehearsed. One of them shows what all of them need: one or two
-#: more changed nothing in 16 plans without a graph.
+#: Steps that follow the rehearsed ones. Replaying one of them shows what all of them need: one or
+#: two more changed nothing in 16 plans without a graph.
 LATER_STEPS = "later steps"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePeak:
-    """The most one phase held, and when."""
+    """The most memory one phase held, and when."""
 
     allocated: int = 0
     reserved: int = 0
@@ -30,13 +30,13 @@ class PhasePeak:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What replaying a timeline showed."""
+    """The result of replaying a timeline."""
 
     phases: dict[str, PhasePeak]
     retries: int = 0
-    """How often the allocator cleaned up its cache."""
+    """How often the allocator had to return its cache to the driver."""
     step_retries: int = 0
-    """How often in the last step of them."""
+    """How often in the last of the steps."""
 
     def peak(self, phases: Collection[str]) -> PhasePeak:
         """The most that any of these phases held; `event` is that of the peak of allocated."""
@@ -58,7 +58,7 @@ def replay(
     cap: int | None = None,
     doubtful: float = 1.0,
 ) -> Replay:
-    """Every birth and death of the timeline, in order, given to a caching allocator.
+    """Replay every birth and death of the timeline, in order, in a caching allocator.
 
     `doubtful` scales scratch whose size a library chooses by itself: 0 leaves it out, 2 doubles it.
     """
@@ -75,7 +75,7 @@ def replay(
         nonlocal highest
         stats = allocator.stats
         name = spans.pop(0).name
-        before = phases.get(name, PhasePeak())  # a script may come back to a phase
+        before = phases.get(name, PhasePeak())  # a script may return to a phase
         risen = stats.peak_allocated > before.allocated
         widened = stats.peak_reserved > before.reserved
         phases[name] = PhasePeak(
@@ -106,7 +106,7 @@ def replay(
 
     stop = next_stop()
     for event, block, is_birth in events:
-        if event >= stop:  # asked for every event, so it is one number
+        if event >= stop:  # compared for every event, so it is one precomputed number
             come_to(event)
             while emptied and event >= emptied[0]:
                 emptied.pop(0)
@@ -128,10 +128,10 @@ def _size(block: Block, doubtful: float) -> int:
 
 
 class _Step:
-    """The last step of a timeline, to be made again: the cache it finds is another one each time.
+    """A timeline's last step, to be repeated: each time it finds a different cache.
 
-    What one step leaves in the cache is split by the next, so that memory is reserved which two
-    steps did not need. From then on a step finds what it needs, as a rule.
+    The next step splits the free blocks that one step leaves in the cache, so memory is reserved
+    that two steps did not need. From then on a step usually finds what it needs.
     """
 
     def __init__(self, timeline: Timeline, events: Sequence[tuple[int, Block, bool]]) -> None:
@@ -140,28 +140,29 @@ class _Step:
         self._events = [
             (block, is_birth)
             for event, block, is_birth in events
-            # What is captured is captured once.
+            # A graph is captured only once.
             if start <= event < stop and block.stream < GRAPH_POOL
         ]
         born = {id(block): block for block, is_birth in self._events if is_birth}
         died = {id(block): block for block, is_birth in self._events if not is_birth}
-        #: What it leaves: by size, since what it found left by the step before goes like that.
+        #: Blocks that the step leaves; the next step frees them by size, as this one freed its
+        #: predecessor's.
         self._left = [key for key in born if key not in died]
         left = defaultdict(list)
         for key in reversed(self._left):
             left[_like(born[key])].append(key)
-        #: By what it found and let go: what it leaves instead.
+        #: By found and freed block: the block of equal size that the step leaves in its place.
         self._goes = {
             key: left[_like(block)].pop()
             for key, block in died.items()
             if key not in born and left[_like(block)]
         }
         if sum(size * len(keys) for (size, _), keys in left.items()) > SETTLED:
-            # The next one finds more than this one did, and does something else.
+            # The next step would find more than this one did, and behave differently.
             self._events, self._left = [], []
 
     def repeat(self, allocator: Allocator, handles: dict[int, int], doubtful: float) -> None:
-        """Make the step once more; what is left goes as the step before let it go, if it did."""
+        """Repeat the step; blocks left before are freed where the step freed its predecessor's."""
         mine: dict[int, int] = {}
         left = {key: handles[key] for key in self._left}
         for block, is_birth in self._events:
@@ -184,7 +185,7 @@ def _like(block: Block) -> tuple[int, int]:
 def replay_within(
     timeline: Timeline, settings: AllocatorSettings, cap: int, *, doubtful: float = 1.0
 ) -> Replay | None:
-    """What happens when the allocator may reserve `cap`, or None if that is not enough."""
+    """The replay if the allocator may reserve `cap`, or None if that is not enough."""
     if cap <= 0:
         return None
     try:
@@ -194,7 +195,7 @@ def replay_within(
 
 
 def add_up(timeline: Timeline) -> Replay:
-    """The replay of a rehearsal for the CPU, whose allocator rounds and caches nothing."""
+    """The replay of a rehearsal for the CPU, whose allocator neither rounds nor caches."""
     phases: dict[str, PhasePeak] = {}
     spans = sorted(timeline.spans, key=lambda span: span.start)
     now = at = 0
@@ -206,7 +207,7 @@ def add_up(timeline: Timeline) -> Replay:
         before = phases.get(name, PhasePeak())
         if highest >= before.allocated:
             phases[name] = PhasePeak(allocated=highest, reserved=highest, event=at)
-        highest = now  # what a phase finds counts as its own, too
+        highest = now  # memory that a phase finds counts as its own, too
 
     for event, block, is_birth in timeline.stream_of_events():
         while spans and event >= spans[0].stop:

@@ -1,8 +1,8 @@
-"""A user's own training script, rehearsed as it is: `oomph rehearse train.py …`.
+"""Rehearses a user's own training script as it is: `oomph rehearse train.py …`.
 
-The script runs as `__main__` in this process and believes it has the GPU. After some steps of its
-optimizer it is stopped. Nothing is computed, nothing is written, and the process is put back as it
-was.
+The script runs as `__main__` in this process and believes it has the GPU. It is stopped after some
+steps of its optimizer. Nothing is computed, nothing is written, and the process is restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from oomph.errors import BadInput, CannotRehearse, OomphError
-from oomph.estimation import Estimate, judge
-from oomph.gpus import GPU, find_gpu
+from oomph.hardware import GPU, find_gpu
+from oomph.process.rehearsal_threads import rehearsing
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.checkpoints import hollow_checkpoints
+from oomph.rehearsal.estimation import Estimate, judge
 from oomph.rehearsal.files import private_files
 from oomph.rehearsal.observing import SCRIPT_PHASES, EnoughSteps, Observer
 from oomph.rehearsal.process import libraries_for_real, process_for
@@ -28,6 +29,9 @@ from oomph.rehearsal.stand_ins import stand_ins
 from oomph.rehearsal.timeline import Timeline
 from oomph.rehearsal.world import pretend
 from oomph.units import parse_bytes
+
+#: Only the main thread has fake GPU tensors.
+_OF_THREADS = "a thread of the script that ended with an error (only the main one has the GPU)"
 
 
 def estimate_script(
@@ -65,33 +69,47 @@ def rehearse_script(
     steps: int = 2,
     stdout_to_stderr: bool = False,
 ) -> Timeline:
-    """Every allocation and free of a script on `gpu`, until it made `steps` optimizer steps."""
+    """Every allocation and free of a script on `gpu`, until it has made `steps` optimizer steps."""
     script = _check(Path(path))
     if steps < 1:
         raise BadInput(f"a rehearsal makes at least one optimizer step, not {steps}")
     notes: dict[str, None] = {}
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
+        rehearsal = enter(rehearsing())
         enter(process_for(script, args))
         if stdout_to_stderr:
             enter(contextlib.redirect_stdout(sys.stderr))
         enter(private_files())
         recorder = enter(pretend(gpu))
+        recorder.one_device_only = True
         enter(libraries_for_real(script))
         enter(hollow_checkpoints(notes.setdefault))
         enter(stand_ins(notes.setdefault))
         observer = Observer(recorder, steps)
         with observer.watching():
-            stopped = _run(script)
-        gc.collect()  # what the script still held is freed here, not at some later moment
+            try:
+                stopped = _run(script)
+            except CannotRehearse as error:
+                if rehearsal.died_of:
+                    raise CannotRehearse(
+                        f"{error}; {_OF_THREADS}: {rehearsal.died_of[0]}"
+                    ) from error
+                raise
+        gc.collect()  # memory the script still held is freed here, not at some later moment
     made = f"{observer.steps_made} optimizer step{'' if observer.steps_made == 1 else 's'}"
     ending = f"stopped after {made}" if stopped else f"the script ended by itself after {made}"
-    recorder.timeline.notes += [ending, *notes, *recorder.values.notes()]
+    recorder.timeline.warnings += observer.warnings()
+    recorder.timeline.warnings += [
+        f"What {_OF_THREADS} would have done is not in what is predicted: {why}."
+        for why in rehearsal.died_of
+    ]
+    recorder.timeline.notes += [ending, *notes, *observer.notes(), *recorder.values.notes()]
     return recorder.timeline
 
 
 def _check(script: Path) -> Path:
-    """The script, if it is one Python can read."""
+    """The script's path, if Python can parse the file."""
     if script.is_dir():
         raise BadInput(f"{script} is a folder; name the script in it")
     if not script.is_file():

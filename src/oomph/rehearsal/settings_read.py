@@ -1,7 +1,7 @@
-"""Which of its modules' settings a forward reads: blocks that agree in these have one graph.
+"""Records which module settings a forward reads: blocks that agree in these share one graph.
 
-PyTorch's compiler looks at the same. A window that is shifted in every second block makes another
-graph; the number of a block, which is another one in each, makes none where forward does not ask.
+PyTorch's compiler checks the same settings. A window that is shifted in every second block makes
+another graph; a block's index, which differs in every block, makes none if forward never reads it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from torch import nn
 
-#: What may be a setting; tensors and modules are known by their shapes and classes.
+#: Types that count as settings; tensors and modules are compared by shapes and classes.
 _PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
 class SettingsRead:
-    """What was read, by the module's path and the attribute's name."""
+    """The settings read, by the module's path and the attribute's name."""
 
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def hold_for(self, block: nn.Module) -> bool:
-        """Whether a block has the same."""
+        """Whether a block has the same values."""
         modules = dict(block.named_modules())
         return all(
             _is_same(getattr(modules[path], name, None), value)
@@ -35,7 +35,7 @@ class SettingsRead:
 
 @contextlib.contextmanager
 def reading_settings(block: nn.Module) -> Iterator[SettingsRead]:
-    """Write down what is read of a block, and of the modules inside, while this is active."""
+    """Record the settings read from a block and the modules inside it, while active."""
     paths = {id(module): path for path, module in block.named_modules()}
     found = SettingsRead()
 

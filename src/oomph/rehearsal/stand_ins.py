@@ -1,7 +1,7 @@
-"""What a rehearsed script gets instead of the things that would compile or start processes.
+"""Replaces functions of a rehearsed script that would compile or start processes.
 
-`torch.compile` runs its function as it is, and data workers work in the same process. Each is said
-in a note.
+`torch.compile` returns its function unchanged, and data workers run in the same process. Each use
+is reported in a note.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from oomph.errors import CannotRehearse
+from oomph.process.rehearsal_threads import replaced_here
+from oomph.torch_compat import data_loading
+from oomph.torch_compat.pytree import tree_map
 
 Note = Callable[[str], object]
 
 
 @contextlib.contextmanager
 def stand_ins(note: Note) -> Iterator[None]:
-    """While active, the stand-ins are in place; `note` hears of each that is used."""
+    """While active, the stand-ins are in place; each that is used is reported to `note`."""
     with contextlib.ExitStack() as stack:
 
         def put(owner: Any, name: str, stand_in: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(replaced_here(owner, name, stand_in))
 
         put(torch, "compile", functools.partial(_compile, note))
-        put(DataLoader, "_get_iterator", _work_in_process(DataLoader._get_iterator, note))
+        put(
+            DataLoader, data_loading.GET_ITERATOR, _work_in_process(data_loading.get_iterator, note)
+        )
+        put(nn.DataParallel, "forward", _forward_on_one_gpu)
         put(torch.multiprocessing, "spawn", _refuse_processes)
         put(torch.multiprocessing, "start_processes", _refuse_processes)
         yield
@@ -44,7 +49,7 @@ def _compile(note: Note, model: Any = None, **_: Any) -> Any:
 
 
 class _Uncompiled(nn.Module):
-    """Looks like a compiled module: the original is `_orig_mod`, and its attributes show."""
+    """Mimics a compiled module: the original is `_orig_mod`, and its attributes show."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -59,6 +64,15 @@ class _Uncompiled(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("_orig_mod"), name)
+
+
+def _forward_on_one_gpu(parallel: nn.DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
+    """With one GPU, call the module itself, after moving its arguments to the GPU."""
+
+    def there(given: Any) -> Any:
+        return given.cuda() if isinstance(given, torch.Tensor) else given
+
+    return parallel.module(*tree_map(there, args), **tree_map(there, kwargs))
 
 
 def _work_in_process(make: Callable[[Any], Any], note: Note) -> Callable[[Any], Any]:

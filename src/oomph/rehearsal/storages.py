@@ -1,16 +1,19 @@
-"""Tensors among an op's arguments and results, and what tells their storages apart."""
+"""Finds the tensors among an op's arguments and results, and identifies their storages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from oomph.torch_compat.function_modes import DisableTorchFunction
+from oomph.torch_compat.functorch import is_wrapped, unwrapped
+from oomph.torch_compat.storages import cdata_of
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors among an op's arguments or results, lists included."""
+    """The tensors among an op's arguments or results, also those inside lists, tuples and dicts."""
     found: list[Tensor] = []
     _collect((tree,), found)
     return iter(found)
@@ -27,20 +30,19 @@ def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same number for all views of one storage, while it lives."""
-    with torch._C.DisableTorchFunction():
-        return storage_key_inside(tensor)
+    """A number shared by all views of one storage, valid while the storage lives."""
+    with DisableTorchFunction():
+        return storage_key_inside(_unwrapped(tensor))
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor inside `torch.func` wrappers, which have no memory of their own."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 def storage_key_inside(tensor: Tensor) -> int:
-    """The same, asked where torch functions are disabled already: inside a dispatch."""
-    key: int = tensor.untyped_storage()._cdata
+    """The same, for use where torch functions are disabled already: inside a dispatch."""
+    key: int = cdata_of(tensor.untyped_storage())
     return key
-
-
-def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among an op's arguments that it writes to."""
-    arguments = func._schema.arguments
-    given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
-    written = (one for one in arguments if one.alias_info is not None and one.alias_info.is_write)
-    return tensors_in([given.get(one.name) for one in written])

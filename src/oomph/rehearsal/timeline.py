@@ -1,7 +1,7 @@
 """The record of a rehearsal: every block of memory, when it was born, when it died, and why.
 
-Time is counted in events: each allocation or free takes the next number, so the order in which the
-allocator would have seen them is kept exactly, and nothing depends on a clock.
+Time is counted in events: each allocation or free takes the next number. This keeps the exact order
+in which the allocator would have seen them, independent of any clock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-#: The bit that tells a death from a birth where an event is written as a number.
+#: The bit that marks a death rather than a birth in an event encoded as a number.
 _DEATH = 1 << 32
 
 
@@ -29,7 +29,7 @@ class Category(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """One allocation. `size` is what was asked for, before the allocator rounds it."""
+    """One allocation. `size` is the requested size, before the allocator rounds it."""
 
     size: int
     birth: int
@@ -39,36 +39,36 @@ class Block:
     op: str = ""
     phase: str = ""
     stream: int = 0
-    #: Scratch of a library that chooses its size by itself: the true size may differ.
+    #: Scratch memory whose size a library chooses by itself: the true size may differ.
     doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of the timeline with a name: a phase, or a part of one such as `forward`."""
+    """A named stretch of the timeline: a phase, or a part of one such as `forward`."""
 
     name: str
     start: int
     stop: int
 
 
-#: Where an optimizer step is over.
+#: The name of the mark at the end of an optimizer step.
 END_OF_STEP = "end of step"
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment of the timeline that somebody wants to find again, and the time it was then."""
+    """A named moment of the timeline, with the predicted time at that moment."""
 
     name: str
     event: int
     seconds: float
-    """Of kernels, as the clock predicts them."""
+    """Kernel seconds so far, as the clock predicts them."""
     launches: float
     sent: int = 0
-    """Bytes that have begun to leave for the host so far."""
+    """Bytes whose copy to the host has begun so far."""
     brought: int = 0
-    """Bytes that have begun to come from there."""
+    """Bytes whose copy from the host has begun so far."""
 
 
 @dataclass(kw_only=True)
@@ -79,21 +79,24 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     events: int = 0
-    #: Events before which everything that is cached and unused is given back to the driver.
+    #: Events before which the allocator returns all cached, unused memory to the driver.
     emptied: list[int] = field(default_factory=list)
-    #: Whether a CUDA graph was wanted of a forward that reads its data: the card refuses that.
+    #: Whether a CUDA graph was requested for a forward that reads its data, which the card refuses.
     refuses_capture: bool = False
-    #: Host memory that techniques take for what leaves the GPU.
+    #: Host memory that techniques take for offloaded tensors.
     host_bytes: int = 0
-    #: Room on the disk that they take.
+    #: Disk space that techniques take.
     disk_bytes: int = 0
-    #: Assumptions made where only real data could tell, in words (rule 7).
+    #: Assumptions made where only real data could tell, as sentences (rule 7).
     notes: list[str] = field(default_factory=list)
+    #: Why the rehearsal differs from what the job would do, as sentences: with one of these no job
+    #: is certain to fit.
+    warnings: list[str] = field(default_factory=list)
 
     def stream_of_events(self) -> Iterator[tuple[int, Block, bool]]:
         """Every (event, block, is_birth) in the order the allocator sees them."""
-        # As whole numbers (the event, whether it is a death, which block): they sort fast, and so
-        # many tuples would set the garbage collector going.
+        # Each event is packed into one integer (event number, death bit, block index): integers
+        # sort fast, and that many tuples would trigger the garbage collector.
         marks = [block.birth << 33 | at for at, block in enumerate(self.blocks)]
         marks += [
             block.death << 33 | _DEATH | at

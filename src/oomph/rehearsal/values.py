@@ -1,9 +1,9 @@
-"""Values that can be known without a GPU, and what is assumed where they cannot.
+"""Tensor values that can be known without a GPU, and what is assumed for the others.
 
 Masks, lengths and flags decide shapes and branches, and they are small: they are computed for real
-beside the fake tensors, as long as everything they come from is known. The rest (losses, routing,
-sampled tokens) is answered with a stated placeholder, or refused where a branch or a shape would
-hang on it.
+beside the fake tensors, as long as all their inputs are known. Reads of other values (losses,
+routing, sampled tokens) get a placeholder, stated in a note, or are refused if a branch or a shape
+depends on them.
 """
 
 from __future__ import annotations
@@ -11,39 +11,47 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from oomph.errors import CannotRehearse
-from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in, written_by
+from oomph.rehearsal.packed_sequences import pack
+from oomph.rehearsal.storages import storage_key, storage_key_inside, tensors_in
+from oomph.techniques.tensor_writes import written_by
+from oomph.torch_compat.dispatch import disable_current_modes
+from oomph.torch_compat.fake_tensors import FakeTensor
+from oomph.torch_compat.operators import schema_of
+from oomph.torch_compat.pytree import tree_map
 
 aten = torch.ops.aten
 
-#: Values of larger tensors are not followed: they decide no branch, and would cost real memory.
+#: Values of larger tensors are not tracked: they decide no branch, and would cost real memory.
 MOST_ELEMENTS = 1 << 20
-#: Floats are followed where masks and loss scales need it; weights are never known.
+#: Floats are tracked where masks and loss scales need it; weights are never known.
 MOST_FLOATS = 1 << 16
-#: A truth asked for this often on one line is that of an endless loop; numbers, an optimizer may
-#: read once per weight.
+#: Reading a boolean this often on one line means an endless loop; an optimizer may read numbers
+#: once per weight.
 MOST_TRUTHS = 1_000
 MOST_NUMBERS = 100_000
 
-#: Truth of a boolean nobody can know: numbers are finite, and a mask hides nothing.
+#: Assumed results of unknown booleans: numbers are finite, a mask hides nothing, and arguments of
+#: distributions are valid.
 _ASSUMED_TRUTH = {aten.isnan.default: False, aten.isinf.default: False, aten.isfinite.default: True}
-_ASSUMED_TRUTH |= dict.fromkeys((aten.all.default, aten.all.dim), True)
-_ASSUMED_TRUTH |= dict.fromkeys((aten.any.default, aten.any.dim), False)
+_ASSUMED_TRUTH |= dict.fromkeys((aten.all.default, aten.all.dim, aten._is_all_true.default), True)
+_ASSUMED_TRUTH |= dict.fromkeys((aten.any.default, aten.any.dim, aten._is_any_true.default), False)
 
-#: Ops whose output shape hangs on values, and the most rows they can give.
+#: Ops whose output shape depends on values, and the largest shape that each can give.
 _WORST_CASE: dict[Any, Callable[..., tuple[int, ...]]] = {
     aten.nonzero.default: lambda tensor: (tensor.numel(), tensor.dim()),
     aten.masked_select.default: lambda tensor, mask: (max(tensor.numel(), mask.numel()),),
+}
+#: The same for other libraries' ops, by name: these libraries may not be installed.
+_WORST_CASE_ELSEWHERE: dict[str, Callable[..., tuple[int, ...]]] = {
+    "torchvision.nms": lambda boxes, *_: (len(boxes),),
 }
 
 
@@ -52,13 +60,22 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._contents: dict[int, torch.UntypedStorage] = {}
-        #: Which op made a boolean scalar whose value is not known.
+        #: By storage: the op that made a boolean scalar of unknown value.
         self._origin: dict[int, Any] = {}
-        #: What was assumed, in words, and how often.
+        #: Storages that hold only numbers drawn at random, and the largest number that can be
+        #: drawn.
+        self._largest: dict[int, float] = {}
+        #: The assumptions made, as text, and how often each was made.
         self.assumed: Counter[str] = Counter()
+        #: Ops, with their lines, that were taken to select everything because the true count is
+        #: unknowable.
+        self.selects_unknown: dict[str, None] = {}
+        #: Whether masks select one entry fewer than they do. Comparing such a forward with a normal
+        #: one shows where Python counts the selected entries.
+        self.picks_fewer = False
 
     def know(self, fake: Tensor, real: Tensor, *, is_new: bool = False) -> None:
-        """The contents of `fake` are those of `real`, whose memory nobody else has if it is new."""
+        """Record that `fake` contains `real`; if that is new, nothing else shares its memory."""
         if not _small(real):
             return
         storage = real.untyped_storage()
@@ -66,43 +83,46 @@ class KnownValues:
         if same and storage.nbytes() > MOST_ELEMENTS * 8:
             return  # a small part of something large
         if not (same and is_new):
-            with _disable_current_modes():
+            with disable_current_modes():
                 if same:
-                    # All of it: other views of the storage may follow.
+                    # Keep the whole storage: other views of it may follow.
                     storage = storage.cpu().clone()
                 else:
-                    copy = torch.empty_strided(real.shape, fake.stride(), dtype=real.dtype)
+                    copy = torch.empty_strided(
+                        real.shape, fake.stride(), dtype=real.dtype, device="cpu"
+                    )
                     storage = copy.copy_(real).untyped_storage()
         self._contents[storage_key(fake)] = storage
 
     def forget(self, key: int) -> None:
-        """The storage died, or something unknown was written to it."""
+        """Drop what is known: the storage died, or unknown values were written to it."""
         self._contents.pop(key, None)
         self._origin.pop(key, None)
+        self._largest.pop(key, None)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The real tensor, or None where it is not known."""
+        """The real tensor, or None if its values are not known."""
         if not isinstance(tensor, FakeTensor):
-            with _disable_current_modes():
+            with disable_current_modes():
                 return tensor.cpu() if _small(tensor) else None
         if tensor.constant is not None:
             return tensor.constant
         storage = self._contents.get(storage_key(tensor))
         if storage is None:
             return None
-        with _disable_current_modes():
-            return torch.empty(0, dtype=tensor.dtype).set_(
+        with disable_current_modes():
+            return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
                 storage, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
 
     def _is_known(self, tensor: Tensor) -> bool:
-        """Whether `of` gives more than None."""
+        """Whether `of` would return a tensor."""
         if not isinstance(tensor, FakeTensor):
             return _small(tensor)
         return tensor.constant is not None or storage_key(tensor) in self._contents
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of an op that reads values, or NotImplemented for all others."""
+        """The result of an op that reads values, or NotImplemented for all other ops."""
         if not _reads_values(func) or (func is aten.index.Tensor and not _has_mask(args[1])):
             return NotImplemented
         if func in _SCALARS:
@@ -111,17 +131,22 @@ class KnownValues:
             return self._equal(*args)
         if func in _CTC_LOSSES:
             return self._ctc_loss(*args[:4])
+        if func is aten._pack_padded_sequence.default:
+            return self._pack(*args)
         real = self._compute(func, args, kwargs)
+        if real is not None and self.picks_fewer and func in _SELECTS:
+            with disable_current_modes():
+                real = real[: max(len(real) - 1, 0)].clone()
         if real is not None:
             return tree_map(self._fake, real)
-        if func is aten.index.Tensor and (selected := self._masked(*args)) is not None:
-            return selected
+        if func is aten.index.Tensor:
+            return self._masked(*args)
         return self._bounded(func, args)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        """Compute the real result beside the fake one, where everything it needs is known."""
+        """Compute the real result beside the fake one if all inputs are known."""
         outputs = list(tensors_in(out))
-        mutates = func._schema.is_mutable
+        mutates = schema_of(func).is_mutable
         if (
             not outputs
             or not all(map(_small, outputs))
@@ -129,9 +154,12 @@ class KnownValues:
         ):
             if mutates:
                 self._forget_written(func, args, kwargs)
+            if outputs and (bounds := bounds_of_draws(func, args, kwargs)) is not None:
+                largest = _largest_between(*bounds, outputs[0].dtype)
+                self._largest[storage_key(outputs[0])] = largest
             return
         if not mutates and all(storage_key_inside(t) in self._contents for t in outputs):
-            return  # a view of something known
+            return  # a view of a known storage
         real = self._compute(func, args, kwargs)
         if real is None:
             real = self._decided(func, args, outputs[0])
@@ -146,7 +174,7 @@ class KnownValues:
                 self.know(fake, value, is_new=_makes_new(func))
 
     def notes(self) -> list[str]:
-        """What was assumed, in words."""
+        """The assumptions made, as text."""
         return [
             f"{note} ({count} times)" if count > 1 else note for note, count in self.assumed.items()
         ]
@@ -156,7 +184,7 @@ class KnownValues:
     def _scalar(self, tensor: Tensor) -> Any:
         real = self.of(tensor)
         if real is not None:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return real.item()
         where = _line_of_the_user()
         if tensor.dtype is torch.bool:
@@ -169,6 +197,10 @@ class KnownValues:
                 f"{where} branches on a value that only real data can tell; rehearse with a real "
                 "sample batch, or take the branch out of the step"
             )
+        if (largest := self._largest.get(storage_key(tensor))) is not None:
+            # Sizes drawn at random, as augmentations do, are taken to be as large as they can get.
+            number = largest if tensor.is_floating_point() else int(largest)
+            return self.assume(number, "a number drawn at random", where)
         if tensor.is_floating_point():
             return self.assume(1.0, "a number read from a tensor", where)
         return self.assume(1, "a whole number read from a tensor", where)
@@ -176,12 +208,12 @@ class KnownValues:
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         real_one, real_other = self.of(one), self.of(other)
         if real_one is not None and real_other is not None:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return torch.equal(real_one, real_other)
         return bool(self.assume(one.shape == other.shape, "equal()", _line_of_the_user()))
 
     def assume(self, value: Any, what: str, where: str = "") -> Any:
-        """Use `value` for something nobody can know, and say so."""
+        """Use `value` for something that cannot be known, and note the assumption."""
         where = where or _line_of_the_user()
         note = f"{what} at {where} was taken to be {value}"
         self.assumed[note] += 1
@@ -191,40 +223,53 @@ class KnownValues:
 
     def _bounded(self, func: Any, args: Sequence[Any]) -> Any:
         where = _line_of_the_user()
-        shape = _WORST_CASE.get(func)
+        shape = _WORST_CASE.get(func) or _WORST_CASE_ELSEWHERE.get(_full_name(func))
         if shape is None:
             raise CannotRehearse(
                 f"{_name(func)} at {where} makes a tensor whose size only real data can tell; "
                 "rehearse with a real sample batch"
             )
         rows = shape(*args)
+        if self.picks_fewer:
+            rows = (max(rows[0] - 1, 0), *rows[1:])
+        self.selects_unknown[f"{_name(func)} at {where}"] = None
         self.assumed[f"{_name(func)} at {where} was taken to select everything: {rows}"] += 1
-        dtype = torch.int64 if func is aten.nonzero.default else args[0].dtype
-        return torch.empty(rows, dtype=dtype)
+        dtype = args[0].dtype if func is aten.masked_select.default else torch.int64
+        return torch.empty(rows, dtype=dtype, device="cpu")
 
-    def _masked(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
-        """What one mask that is known selects of something that is not."""
-        given = [(at, index) for at, index in enumerate(indices) if index is not None]
-        at, mask = given[0]
-        known = self.of(mask)
-        if len(given) > 1 or known is None:
-            return None
-        with _disable_current_modes():
-            count = int(known.count_nonzero())
-        shape = (*tensor.shape[:at], count, *tensor.shape[at + mask.dim() :])
-        # The mask becomes indices first, which are there until the result is.
-        places = torch.empty((count, mask.dim()), dtype=torch.int64)
-        selected = torch.empty(shape, dtype=tensor.dtype)
-        del places
+    def _masked(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        """The part of a tensor that masks select; an unknown mask is taken to select everything."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in _MASKS:
+                found.append(index)
+                continue
+            # As in PyTorch, the mask becomes indices first; they live until the result exists.
+            places = torch.empty((self._count(index), index.dim()), dtype=torch.int64, device="cpu")
+            found += places.unbind(1)
+        selected: Tensor = aten.index.Tensor(tensor, found)
         return selected
+
+    def _count(self, mask: Tensor) -> int:
+        """How many entries a mask selects."""
+        known = self.of(mask)
+        if known is None:
+            where = _line_of_the_user()
+            self.selects_unknown[f"index at {where}"] = None
+            self.assumed[f"index at {where} was taken to select everything"] += 1
+            count = mask.numel()
+        else:
+            with disable_current_modes():
+                count = int(known.count_nonzero())
+        return max(count - self.picks_fewer, 0)
 
     def _ctc_loss(
         self, log_probs: Tensor, targets: Tensor, _: Any, target_lengths: Any
     ) -> tuple[Tensor, Tensor]:
-        """The losses, and the table they come from, as wide as the longest target."""
+        """The losses, and the table they are computed from, as wide as the longest target."""
         if isinstance(target_lengths, Tensor):
             real = self.of(target_lengths)
-            with _disable_current_modes():
+            with disable_current_modes():
                 target_lengths = real.reshape(-1).tolist() if real is not None else None
         longest = max(target_lengths or (targets.shape[-1],))
         if target_lengths is None:
@@ -233,6 +278,18 @@ class KnownValues:
         batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
         table = batch, log_probs.shape[0], 2 * longest + 1
         return log_probs.new_empty(batch), log_probs.new_empty(table)
+
+    def _pack(self, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """The rows of a packed sequence, as many as the lengths add up to."""
+        real = self.of(lengths)
+        if real is None:
+            count, longest = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
+            where = _line_of_the_user()
+            self.assumed[f"sequences packed at {where} were all taken to be {longest} long"] += 1
+            return pack(input, [longest] * count)
+        with disable_current_modes():
+            known: list[int] = real.tolist()
+        return pack(input, known)
 
     # -- computing --------------------------------------------------------------------------------
 
@@ -243,13 +300,13 @@ class KnownValues:
         real_args = self._real(args)
         real_kwargs = {name: self._real(value) for name, value in kwargs.items()}
         try:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return func(*real_args, **real_kwargs)
         except Exception:
             return None  # an op only a GPU has: its value stays unknown
 
     def _real(self, value: Any) -> Any:
-        """An argument with real tensors for fake ones."""
+        """The argument with real tensors in place of fake ones."""
         if isinstance(value, Tensor):
             return self.of(value)
         if isinstance(value, (list, tuple)):
@@ -257,24 +314,24 @@ class KnownValues:
         return value
 
     def _decided(self, func: Any, args: Sequence[Any], out: Tensor) -> Tensor | None:
-        """A result that one known operand decides: true or anything is true.
+        """A result that one known operand decides, as in "true or anything".
 
-        This is how a text generation with a length limit ends, although its tokens are not known.
+        This lets a text generation with a length limit end, although its tokens are not known.
         """
         deciding = _DECIDING.get(func)
         if deciding is None or out.dtype.is_floating_point:
             return None
         for value in args[:2]:
             real = self.of(value) if isinstance(value, Tensor) else None
-            with _disable_current_modes():
+            with disable_current_modes():
                 if real is not None and real.numel() and bool((real == deciding).all()):
-                    return torch.full(out.shape, deciding, dtype=out.dtype)
+                    return torch.full(out.shape, deciding, dtype=out.dtype, device="cpu")
         return None
 
     def _fake(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
         self.know(fake, value)
         return fake
 
@@ -285,16 +342,48 @@ class KnownValues:
             self.forget(storage_key(tensor))
 
 
+_MASKS = (torch.bool, torch.uint8)
+#: Ops that return the entries a mask selects.
+_SELECTS = {aten.nonzero.default, aten.masked_select.default, aten.index.Tensor}
 _COMPARISONS = {
     getattr(getattr(aten, name), overload)
     for name in ("lt", "le", "gt", "ge", "ne", "eq")
     for overload in ("Scalar", "Tensor")
 }
 _SCALARS = {aten._local_scalar_dense.default, aten.item.default}
+#: Ops that draw random numbers, and the bounds they draw between; the upper one is exclusive.
+_BOUNDS_OF_DRAWS: dict[str, Callable[..., tuple[float, float]]] = {
+    "rand": lambda *_, **__: (0, 1),
+    "rand.generator": lambda *_, **__: (0, 1),
+    "rand_like": lambda *_, **__: (0, 1),
+    "rand_like.generator": lambda *_, **__: (0, 1),
+    "uniform_": lambda _, low=0.0, high=1.0, *__, **___: (low, high),
+    "uniform": lambda _, low=0.0, high=1.0, *__, **___: (low, high),
+    "randint": lambda high, *_, **__: (0, high),
+    "randint.generator": lambda high, *_, **__: (0, high),
+    "randint.low": lambda low, high, *_, **__: (low, high),
+    "randint.low_generator": lambda low, high, *_, **__: (low, high),
+    "randint_like": lambda _, high, *__, **___: (0, high),
+    "randint_like.low_dtype": lambda _, low, high, *__, **___: (low, high),
+    "random_.to": lambda _, high, *__, **___: (0, high),
+    "random_.from": lambda _, low, high, *__, **___: (low, high),
+    "randperm": lambda count, *_, **__: (0, count),
+    "randperm.generator": lambda count, *_, **__: (0, count),
+}
+
+
+def bounds_of_draws(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[float, float] | None:
+    """The smallest number that an op may draw, and what none reaches; None if that is unknown."""
+    bounds = _BOUNDS_OF_DRAWS.get(_full_name(func))
+    return bounds(*args, **(kwargs or {})) if bounds is not None else None
+
+
 _CTC_LOSSES = {aten._ctc_loss.default, aten._ctc_loss.Tensor}
-#: Ops that show their argument's memory although their schema does not say so.
+#: Ops that view their argument's memory although their schema does not say so.
 _SILENT_VIEWS = {aten._unsafe_view.default, aten.lift.default}
-#: The operand that decides the result of an op alone.
+#: By op: the operand value that decides the result alone.
 _DECIDING: dict[Any, int] = {
     aten.bitwise_or.Tensor: 1,
     aten.logical_or.default: 1,
@@ -302,46 +391,64 @@ _DECIDING: dict[Any, int] = {
     aten.logical_and.default: 0,
     aten.mul.Tensor: 0,
 }
-#: The loss scaler's check writes "an infinity was found"; gradients are taken to be finite.
+#: The loss scaler's check writes "an infinity was found"; gradients are assumed finite.
 _KEEPS_VALUES = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 
 
 @functools.cache
 def _reads_values(func: Any) -> bool:
-    """Whether the result, or its shape, hangs on values."""
+    """Whether the op's result, or its shape, depends on values."""
     return (
         func in _SCALARS
         or func is aten.equal.default
         or func in _CTC_LOSSES
+        or func is aten._pack_padded_sequence.default
         or func in _WORST_CASE
+        or _full_name(func) in _WORST_CASE_ELSEWHERE
         or torch.Tag.dynamic_output_shape in func.tags
     )
 
 
 @functools.cache
 def _makes_new(func: Any) -> bool:
-    """Whether no result shows an argument's memory."""
-    says_so = all(result.alias_info is None for result in func._schema.returns)
+    """Whether no result shares an argument's memory."""
+    says_so = all(result.alias_info is None for result in schema_of(func).returns)
     return says_so and func not in _SILENT_VIEWS
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return any(index is not None and index.dtype in _MASKS for index in indices)
 
 
 def _small(tensor: Tensor) -> bool:
+    if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
+        return False
     most = MOST_FLOATS if tensor.is_floating_point() or tensor.is_complex() else MOST_ELEMENTS
     return tensor.numel() <= most
 
 
+def _largest_between(low: float, high: float, dtype: torch.dtype) -> float:
+    """The largest number of this type that is below `high`, and not below `low`."""
+    if not dtype.is_floating_point:
+        return max(high - 1, low)
+    with disable_current_modes():
+        bounds = torch.tensor([high, low], dtype=dtype, device="cpu")
+        return float(torch.nextafter(*bounds))
+
+
+def _full_name(func: Any) -> str:
+    """The op's name with a non-default overload and, for ops of other libraries, the library."""
+    return str(func).removeprefix("aten.").removesuffix(".default")
+
+
 def _name(func: Any) -> str:
-    return str(func).removeprefix("aten.").partition(".")[0]
+    return _full_name(func).removeprefix("torchvision.").partition(".")[0]
 
 
 def _line_of_the_user() -> str:
     """The innermost line of Python that belongs neither to torch nor to oomph.
 
-    An optimizer is called by oomph's own step; what it reads is said to be read by torch.
+    Where oomph's own step calls an optimizer, the line inside torch that reads the value is named.
     """
     torchs = ""
     frame = sys._getframe(1)
@@ -350,7 +457,7 @@ def _line_of_the_user() -> str:
         if file.is_relative_to(_TORCH):
             if not torchs and file.name not in _MACHINERY:
                 torchs = f"torch/{file.relative_to(_TORCH)}:{line}"
-        elif file.is_relative_to(_OOMPH / "running"):
+        elif file.is_relative_to(_OOMPH / "engine"):
             return torchs
         elif not file.is_relative_to(_OOMPH) and not file.name.startswith("<"):
             return f"{file.name}:{line}"

@@ -7,6 +7,7 @@ the memory-efficient kernel takes that, the bias's gradient included.
 
 The function that models call is replaced for the whole process while a plan needs it: recomputation
 and evaluation run it as well, from threads of their own. Calls without gaps go through as they are.
+A rehearsal asks for itself alone.
 """
 
 from __future__ import annotations
@@ -14,35 +15,123 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from oomph.techniques.technique import Undo
+from oomph.jobs.job import Job
+from oomph.plans.fidelity import Fidelity, of_fused_kernels
+from oomph.plans.techniques import Settings, register
+from oomph.process.rehearsal_threads import between_rehearsals, rehearsing, replaced_here
+from oomph.techniques.technique import (
+    ApplyContext,
+    Inspection,
+    SearchContext,
+    Technique,
+    Tried,
+    Undo,
+)
 
 _NAME = "scaled_dot_product_attention"
-_USERS = "_oomph_users"
-_lock = threading.Lock()
+_OURS = "_oomph_closes_gaps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRowsSettings(Settings):
+    """How biases of attention lie in memory."""
+
+    enabled: bool = False
+    """Whether attention gets its biases in rows without gaps, which fused kernels take."""
+
+
+@register
+class AttentionRows(Technique[AttentionRowsSettings]):
+    """Attention gets its biases in rows without gaps."""
+
+    name = "attention_rows"
+    title = "attention's bias"
+    settings = AttentionRowsSettings
+    tried = Tried.ALWAYS
+    runs_in_foreign_loops = True
+
+    def say(self, settings: AttentionRowsSettings) -> str:
+        return "in rows, for fused kernels" if settings.enabled else "as it is"
+
+    def elsewhere(self, settings: AttentionRowsSettings) -> str:
+        return "biases of attention in rows, which fused kernels take"
+
+    def fidelity(self, settings: AttentionRowsSettings, precision: str) -> Fidelity:
+        return of_fused_kernels(precision)
+
+    def inspect(self, job: Job) -> Inspection:
+        return _Gaps()
+
+    def why_not(self, context: SearchContext) -> str:
+        return "the CPU's kernels take gaps" if context.gpu is None else ""
+
+    def options(self, context: SearchContext) -> Sequence[AttentionRowsSettings]:
+        return [AttentionRowsSettings(enabled=True)]
+
+    def apply(self, settings: AttentionRowsSettings, context: ApplyContext) -> Undo:
+        return close_gaps()
+
+    def around_rehearsal(self) -> AbstractContextManager[None]:
+        return gaps_left()
+
+    def process_state(self) -> Hashable:
+        return closes_gaps()
+
+
+class _Gaps(Inspection):
+    """Whether attention is given a bias with gaps."""
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    @property
+    def why_not(self) -> str:
+        return "" if self._seen else "attention is given no bias with gaps in its rows"
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        return gaps_noticed(self._notice)
+
+    def _notice(self) -> None:
+        self._seen = True
+
+
+#: Who asked for it in this process, outside of any rehearsal.
+_users: set[object] = set()
+
+
+class _Rehearsed(threading.local):
+    #: Who asked for it in this thread's rehearsal; None where there is none.
+    users: set[object] | None = None
+
+
+_rehearsed = _Rehearsed()
 
 
 def close_gaps() -> Undo:
     """From now on attention gets masks and biases without gaps, until the last user's undo."""
-    user = object()
-    with _lock:
-        if not closes_gaps():
+    user, rehearsed = object(), _rehearsed.users
+    if rehearsed is not None:
+        rehearsed.add(user)
+        return lambda: rehearsed.discard(user)
+    with between_rehearsals():
+        _users.add(user)
+        if not hasattr(getattr(F, _NAME), _OURS):
             setattr(F, _NAME, _closing_gaps(getattr(F, _NAME)))
-        ours = getattr(F, _NAME)
-        users: set[object] = getattr(ours, _USERS)
-        users.add(user)
+    ours = getattr(F, _NAME)
 
     def undo() -> None:
-        with _lock:
-            users.discard(user)
+        with between_rehearsals():
+            _users.discard(user)
             # Where somebody replaced it since, theirs calls ours, which does no harm.
-            if not users and getattr(F, _NAME) is ours:
+            if not _users and getattr(F, _NAME) is ours:
                 setattr(F, _NAME, ours.__wrapped__)
 
     return undo
@@ -50,29 +139,46 @@ def close_gaps() -> Undo:
 
 def closes_gaps() -> bool:
     """Whether gaps are closed now."""
-    return hasattr(getattr(F, _NAME), _USERS)
+    return bool(_users if _rehearsed.users is None else _rehearsed.users)
 
 
 @contextlib.contextmanager
 def gaps_left() -> Iterator[None]:
-    """While active no gap is closed for those who asked before; what is asked inside, ends here."""
-    now = getattr(F, _NAME)
-    with mock.patch.object(F, _NAME, now.__wrapped__ if closes_gaps() else now):
-        yield
+    """While active, a rehearsal closes the gaps that are closed inside, and no others."""
+    with rehearsing():
+        plain, before = _plain(), _rehearsed.users
+        users = _rehearsed.users = set()
+        closing = _closing_gaps(plain)
+
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            return (closing if users else plain)(*args, **kwargs)
+
+        try:
+            with replaced_here(F, _NAME, attend):
+                yield
+        finally:
+            _rehearsed.users = before
 
 
 @contextlib.contextmanager
 def gaps_noticed(notice: Callable[[], None]) -> Iterator[None]:
-    """While active, `notice` is called whenever attention is given a mask with gaps."""
-    plain = getattr(F, _NAME)
+    """While active, `notice` is called whenever a rehearsal gives attention a mask with gaps."""
+    with rehearsing():
+        plain = _plain()
 
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        if has_gaps(_mask_of(args, kwargs)):
-            notice()
-        return plain(*args, **kwargs)  # type: ignore[no-any-return]
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            if has_gaps(_mask_of(args, kwargs)):
+                notice()
+            return plain(*args, **kwargs)
 
-    with mock.patch.object(F, _NAME, attend):
-        yield
+        with replaced_here(F, _NAME, attend):
+            yield
+
+
+def _plain() -> Callable[..., Tensor]:
+    """Attention as it is without those who asked for no gaps."""
+    now = getattr(F, _NAME)
+    return now.__wrapped__ if hasattr(now, _OURS) else now  # type: ignore[no-any-return]
 
 
 def has_gaps(mask: Tensor | None) -> bool:
@@ -90,7 +196,7 @@ def _closing_gaps(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return theirs(*args[:3], _without_gaps(mask), *args[4:], **kwargs)
         return theirs(*args, **{**kwargs, "attn_mask": _without_gaps(mask)})
 
-    setattr(attend, _USERS, set())
+    setattr(attend, _OURS, True)
     return attend
 
 

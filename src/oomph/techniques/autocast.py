@@ -3,28 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from oomph.job import AUTOCAST
+from oomph.errors import BadInput
+from oomph.jobs.job import AUTOCAST
+from oomph.process.rehearsal_threads import rehearses_here
 from oomph.techniques.technique import Undo
+from oomph.torch_compat.backend_flags import set_backend_flag
 
 
 def autocast(
     precision: str, device_type: str, *, cast_cache: bool = True
 ) -> AbstractContextManager[Any]:
-    """The autocast region of a precision, or nothing where it has none.
+    """The autocast region of a precision, or a null context if the precision has none.
 
-    With `cast_cache` the weights' half-precision copies live for the whole region; without, each is
-    made where it is used and dropped when nothing saved it. The gradients of a weight that is used
-    several times are then added in fp32 instead of half precision.
+    With `cast_cache` the weights' half-precision copies live for the whole region. Without it, each
+    copy is made where it is used and dropped unless autograd saved it; the gradients of a weight
+    that is used several times are then added in fp32 instead of half precision.
     """
     dtype = AUTOCAST.get(precision)
     if dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast(device_type, dtype=dtype, cache_enabled=cast_cache)
+    region = torch.autocast(device_type, dtype=dtype, cache_enabled=cast_cache)
+    return region if not cast_cache else _with_its_own_copies(region)
+
+
+@contextlib.contextmanager
+def _with_its_own_copies(region: AbstractContextManager[Any]) -> Iterator[None]:
+    """The region, with its weight copies freed at its end, even inside an outer region."""
+    try:
+        with region:
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def training_modes(precision: str, device_type: str) -> Iterator[None]:
+    """While active, PyTorch's modes are those of plain training, whatever surrounds this.
+
+    Gradients are enabled, even inside `no_grad` and inference mode. An outer autocast that differs
+    from the precision's is refused as ambiguous. An outer autocast of the same dtype is switched
+    off here, because backward must not run inside it.
+    """
+    is_inside = torch.is_autocast_enabled(device_type)
+    if is_inside:
+        outer = torch.get_autocast_dtype(device_type)
+        if AUTOCAST.get(precision) is not outer:
+            raise BadInput(
+                f"this was called inside of an autocast to {outer}, and the job's precision is"
+                f" {precision}: call it outside of that, and give the precision to the job, as"
+                ' precision="bf16-mixed"'
+            )
+    with torch.inference_mode(False), torch.enable_grad():
+        # Not a nested autocast region: weight copies would live until the outermost one ends.
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(device_type, is_inside)
 
 
 def make_scaler(precision: str, device_type: str) -> torch.amp.GradScaler | None:
@@ -35,20 +76,25 @@ def make_scaler(precision: str, device_type: str) -> torch.amp.GradScaler | None
 def use_tf32(on: bool = True) -> Undo:
     """Run fp32 matrix products and convolutions on Tensor Cores, with 10 bits of mantissa.
 
-    With `on` false they are run in full, which is PyTorch's default for matrix products alone.
+    With `on` false they run in full fp32, which PyTorch does by default for matrix products only.
+    All threads share the setting, and it takes no memory, so a rehearsal does not change it.
     """
+    if rehearses_here():
+        return lambda: None
     undo = remember_tf32()
     torch.set_float32_matmul_precision("high" if on else "highest")
-    torch.backends.cudnn.allow_tf32 = on
+    set_backend_flag(torch.backends.cudnn, "allow_tf32", on)
     return undo
 
 
 def remember_tf32() -> Undo:
-    """What puts the settings of `use_tf32` back as they are now."""
+    """Return an undo that restores the current values of the settings that `use_tf32` changes."""
+    if rehearses_here():
+        return lambda: None
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
     def undo() -> None:
         torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        set_backend_flag(torch.backends.cudnn, "allow_tf32", before[1])
 
     return undo

@@ -1,10 +1,10 @@
-"""Loss over a large vocabulary without its logits, in models whose code nobody touches.
+"""Loss over a large vocabulary without materialising its logits, with unchanged model code.
 
-The head, the linear layer that makes the logits, answers with *lazy logits*: a tensor that knows
-its shape and dtype, and what it is made of. Model code reshapes, shifts and upcasts it on the way
-to `cross_entropy`; all of that happens to the head's small input instead. `cross_entropy` then runs
-over chunks of rows (`softmax_grad`). Whatever else is done to lazy logits computes them, once, and
-goes on with an ordinary tensor: always right, merely not lean.
+The head (the linear layer that makes the logits) returns *lazy logits*: a tensor that knows its
+shape, its dtype and how to compute it. Model code reshapes, shifts and upcasts it on the way to
+`cross_entropy`; these operations are applied to the head's small input instead. `cross_entropy`
+then runs over chunks of rows (`softmax_grad`). Any other use computes the logits, once, and goes on
+with an ordinary tensor: always correct, but without the memory savings.
 
 Example:
     undo = chunk_loss(model.lm_head, tokens=1024)
@@ -23,7 +23,7 @@ from oomph.errors import BadInput
 from oomph.techniques.lazy_logits import Chunking, lazy_logits
 from oomph.techniques.technique import Undo
 
-#: Below this, logits are not what a job runs out of memory for.
+#: With a smaller vocabulary, logits are too small to matter for memory.
 SMALLEST_VOCABULARY = 4096
 
 
@@ -50,7 +50,7 @@ def chunk_loss(head: nn.Linear, tokens: int) -> Undo:
 def find_heads(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Layers of `model` that may make logits over a vocabulary.
 
-    Wide, much wider than their input, and not part of a block that is there several times.
+    They are wide, much wider than their input, and not part of a repeated block.
     """
     repeated = tuple(f"{path}." for path in _repeated_blocks(model))
     return [
@@ -84,9 +84,9 @@ def chunked_calls(head: nn.Linear) -> int:
 
 
 class ChunkedForward(Chunking):
-    """A head's forward that answers with lazy logits, and counts what becomes of them.
+    """A head's forward that returns lazy logits and counts the chunked losses made from them.
 
-    An object, not a closure: a copy of the model then calls the copy of its head.
+    An object, not a closure, so that a copy of the model calls its own copy of the head.
     """
 
     def __init__(self, head: nn.Linear, tokens: int) -> None:
@@ -94,7 +94,7 @@ class ChunkedForward(Chunking):
         self.head = head
 
     def __call__(self, input: Tensor) -> Tensor:
-        """What `nn.Linear.forward` answers, later."""
+        """The result of `nn.Linear.forward`, computed lazily."""
         head = self.head
         lazy = lazy_logits(self, input, head.weight, head.bias)
         return nn.Linear.forward(head, input) if lazy is None else lazy

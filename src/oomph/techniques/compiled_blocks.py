@@ -1,7 +1,7 @@
-"""Compile each block by itself: it is compiled once for its class and composes with recompute.
+"""Compile each block by itself: once per class of block, and compatible with recompute.
 
-Inside a compiled block recompute becomes part of its backward graph, which then holds only what
-backward really needs of it.
+Inside a compiled block, recompute becomes part of the backward graph, which then recomputes only
+what backward really needs.
 """
 
 from __future__ import annotations
@@ -11,22 +11,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomph.techniques.batch_calls import unwatched
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
+from oomph.torch_compat import compiler
 
-#: How often code is compiled before PyTorch runs it eagerly. All recomputed blocks share a piece of
-#: code, which is compiled anew for each way to recompute, each class of block and each shape.
+#: How often a piece of code is compiled before PyTorch falls back to eager. All recomputed blocks
+#: share one, which is recompiled for each variant of recompute, class of block and shape.
 COMPILED = 64
 
-#: Dropout inside draws the numbers it would have drawn eagerly.
+#: Makes dropout inside draw the same random numbers as in eager mode.
 FALLBACK_RANDOM: dict[str, Any] = {"fallback_random": True}
 
 
 def compile_block(block: nn.Module) -> Undo:
-    """Compile the block's forward as it is now, recompute included."""
+    """Compile the block's current forward, including recompute."""
     compiled = torch.compile(block.forward, dynamic=False, options=FALLBACK_RANDOM)
-    put_back = replace_forward(block, compiled)
-    config = torch._dynamo.config
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with unwatched():
+            return compiled(*args, **kwargs)
+
+    put_back = replace_forward(block, forward)
+    config = compiler.settings()
     limit, config.recompile_limit = config.recompile_limit, max(config.recompile_limit, COMPILED)
 
     def undo() -> None:

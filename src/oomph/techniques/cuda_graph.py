@@ -1,12 +1,13 @@
 """Launch a micro-batch's kernels all at once: forward and backward captured as one CUDA graph.
 
-A small micro-batch has kernels that take less time than launching them does. Here one micro-batch
-is captured and then replayed for all that look like it: small ones cost what their kernels cost.
+The kernels of a small micro-batch take less time than launching them does. Here one micro-batch is
+captured and then replayed for all that look like it, so that a small one costs only its kernels.
 
-The first step runs as ever: it compiles, makes the optimizer's state and shows which parameters get
-a gradient. Then one micro-batch is captured, which runs nothing but takes its memory for good. In a
-replay everything has the place it had: the batch is copied in, and gradients add up in tensors that
-last. What cannot be captured (it reads a number on the way, say) goes on running as ever.
+The first step runs uncaptured: it compiles, makes the optimizer's state and shows which parameters
+get a gradient. Then one micro-batch is captured; that runs nothing, but takes its memory for good.
+A replay uses the same addresses: the batch is copied in, and gradients accumulate in persistent
+tensors. A micro-batch that cannot be captured (say, because it reads a number on the host) keeps
+running uncaptured.
 """
 
 from __future__ import annotations
@@ -14,64 +15,64 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from oomph.errors import CannotRehearse
 from oomph.techniques.host_reads import HostReads
 from oomph.techniques.micro_batch import Weigher
+from oomph.torch_compat.pytree import tree_flatten, tree_unflatten
 
 log = logging.getLogger("oomph")
 
-#: Runs what was captured again.
+#: Replays a capture.
 Replay = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfStep:
-    """One part of a batch, and what is done with it or with another that looks like it."""
+    """One part of a batch, and the work to do on it or on another part that looks like it."""
 
     batch: Any
     share: float
-    """Of the whole batch's samples."""
+    """Its share of the whole batch's samples."""
     weigher: Weigher | None
     work: Callable[[Any], Tensor]
-    """Forward and backward; gives the loss."""
+    """Runs forward and backward; returns the loss."""
     look: Callable[[Any], None]
-    """A forward that leaves everything as it is."""
+    """Runs a forward without side effects."""
     weights: Sequence[Tensor]
-    """Everything but the batch that a forward may read and that changes."""
+    """All changing tensors, besides the batch, that a forward may read."""
 
 
 class Capture(Protocol):
-    """Captures what a function would launch; a rehearsal has one that writes down its memory."""
+    """Captures the kernels a function would launch; a rehearsal's version records its memory."""
 
     def __call__(
         self, work: Callable[[], Tensor], look: Callable[[], None], varying: Sequence[Tensor]
     ) -> tuple[Tensor, Replay]:
-        """What `work` returns, which holds numbers after each replay, and the replay.
+        """Returns the result of `work`, which each replay fills, and the replay.
 
-        `look` runs the forward alone; the numbers of `varying` may be others in each replay.
+        `look` runs the forward alone; the values of `varying` may differ between replays.
         """
 
 
 def capture_on_the_card(
     work: Callable[[], Tensor], look: Callable[[], None], varying: Sequence[Tensor]
 ) -> tuple[Tensor, Replay]:
-    """Capture what `work` launches on the current device, backward's threads included."""
+    """Capture what `work` launches on the current device, including from backward's threads."""
     reads = HostReads.of(look, varying)
     graph = torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     numbers = generator.clone_state()
     failures: list[Exception] = []
-    # Libraries that notice a capture take other ways (transformers materialises its attention
-    # mask), for which nothing is compiled; what they must not do in one fails by itself.
+    # Libraries that notice a capture take other code paths (transformers materialises its attention
+    # mask), which were never compiled. Operations illegal in a capture fail in any case.
     unnoticed = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"), unnoticed:
@@ -82,19 +83,19 @@ def capture_on_the_card(
                 failures.append(error)
                 raise
     except Exception as error:
-        # The generator still believes in the capture, and would refuse to draw.
+        # The generator still thinks a capture is on, and would refuse to draw.
         generator.graphsafe_set_state(numbers)
-        # What ends a broken capture complains of that alone.
+        # Ending a broken capture raises an error of its own: prefer the original one.
         raise failures[0] if failures else error from None
     return loss, graph.replay
 
 
 class CaptureRefused(Exception):
-    """Nothing can be captured, and whoever was asked to has noted why."""
+    """Nothing can be captured; the `Capture` that raised this has already reported why."""
 
 
 class GraphedParts:
-    """Runs parts of a batch by replaying one that was captured, where they look like it."""
+    """Runs parts of a batch, replaying a captured one for those that look like it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, capture: Capture) -> None:
         self._optimizer = optimizer
@@ -106,7 +107,7 @@ class GraphedParts:
         self._captured: _Captured | None = None
 
     def begin(self) -> None:
-        """A step begins: gradients are zero, in the tensors that replays add to."""
+        """Begin a step: zero the gradients, in the tensors that replays add to."""
         if self._trained is None or not self._usable:
             return
         if not self._gradients:
@@ -115,11 +116,11 @@ class GraphedParts:
             owned.grad = gradient.zero_()
 
     def run(self, part: PartOfStep) -> Tensor:
-        """The loss of a part, whose gradients are added; replayed where it can be."""
+        """Accumulate a part's gradients, by a replay if possible; returns its loss."""
         if not self._usable or self._trained is None:
             return part.work(part.batch)
         if part.weigher is not None and part.weigher.asks_the_job:
-            # What the job looks at would be the first batch in every replay.
+            # In every replay the job would be asked about the first batch.
             return part.work(part.batch)
         if self._captured is None:
             self._try_to_capture(part)
@@ -128,20 +129,20 @@ class GraphedParts:
         return self._captured.replay(part)
 
     def finish(self) -> None:
-        """All parts were run: the gradients are those of the step."""
+        """End a step: after the first one, note which tensors got a gradient."""
         if self._trained is None:
             owned = (p for group in self._optimizer.param_groups for p in group["params"])
             self._trained = [tensor for tensor in owned if tensor.grad is not None]
 
     def forget(self) -> None:
-        """Something failed or is other than it was: the next step is like the first again.
+        """Something failed or changed: treat the next step like the first again.
 
-        Nobody knows which tensors are still where they were, and what has to be compiled anew.
+        Tensors may have moved and code may need to be recompiled.
         """
         self._captured, self._gradients, self._trained = None, [], None
 
     def undo(self) -> None:
-        """Give back the memory of the graph and the gradients."""
+        """Free the memory of the graph and the gradients."""
         self._captured, self._gradients, self._usable = None, [], False
 
     def _try_to_capture(self, part: PartOfStep) -> None:
@@ -156,7 +157,7 @@ class GraphedParts:
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]
                 log.warning("micro-batches are not captured as a CUDA graph: %s", reason)
         if not self._usable:
-            # A capture that broke off may have left something in them.
+            # An aborted capture may have written to them.
             for gradient in self._gradients:
                 gradient.zero_()
 
@@ -170,9 +171,9 @@ class _Captured:
         self._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = tree_unflatten(self._leaves, self._spec)
         places = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        #: By a mean's number: the targets in the batch, and those of the part.
-        self._totals: dict[int, Tensor] = {}
-        self._seen: dict[int, Tensor] = {}
+        #: By a mean's index: the number of targets in the batch, and in the part.
+        self._totals: dict[Hashable, Tensor] = {}
+        self._seen: dict[Hashable, Tensor] = {}
         with contextlib.ExitStack() as apart:
             if part.weigher is not None:
                 totals = part.weigher.totals()
@@ -183,7 +184,7 @@ class _Captured:
             )
 
     def fits(self, part: PartOfStep) -> bool:
-        """Whether this part is like the one that was captured, but for its numbers."""
+        """Whether this part is like the captured one in all but its tensors' values."""
         leaves, spec = tree_flatten(part.batch)
         return (
             part.share == self._share
@@ -192,7 +193,7 @@ class _Captured:
         )
 
     def replay(self, part: PartOfStep) -> Tensor:
-        """Copy the part in, and run."""
+        """Copy the part's tensors in and replay the graph."""
         for leaf, place in zip(tree_flatten(part.batch)[0], self._leaves, strict=True):
             if isinstance(place, Tensor):
                 place.copy_(leaf, non_blocking=True)
@@ -213,7 +214,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _drawing_nothing() -> Iterator[None]:
-    """Complain if Python's random numbers are drawn inside: each replay would have the same."""
+    """Raise if Python's random numbers are drawn inside: every replay would reuse the same ones."""
     before = random.getstate()
     yield
     if random.getstate() != before:

@@ -1,9 +1,9 @@
-"""Room on the disk for gradients that leave the GPU, where host memory is short.
+"""Disk space for offloaded gradients, for when host memory is short.
 
-Each piece of a parameter that is stepped by itself has a slot (`oomph.host.slots`), large enough
-for whatever type its gradient may leave in. The buffers before the disk are taken at once, the
-slots as soon as it is known whose gradients leave, before the first one does: a disk that is full
-says so then, and takes what is missing the next time.
+Each separately stepped piece of a parameter has a slot (`oomph.memory.numbered_store`), large
+enough for any type its gradient may be offloaded in. The disk's buffers are taken at once. The
+slots are taken as soon as it is known which gradients are offloaded, before the first one is: a
+full disk raises then, and the next attempt takes only the missing slots.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from oomph.host.link import Copies, Copy
-from oomph.host.slots import OpenSlots, SlotStore
+from oomph.memory.link import Copies, Copy
+from oomph.memory.numbered_store import NumberedStore, OpenStore
 from oomph.techniques.disk_state import is_worth_a_slot
 from oomph.techniques.step_buckets import Piece, Trained, pieces_of
 
 
 def open_disk_gradients(
-    open_slots: OpenSlots, parameters: Iterable[Trained], *, bucket: int, ahead: int
+    open_store: OpenStore, parameters: Iterable[Trained], *, bucket: int, ahead: int
 ) -> DiskGradients | None:
-    """For some of these parameters, or None where all are small; the rest as `HostPlacement`."""
+    """For some of these parameters, or None if all are small.
+
+    The other arguments are as for `HostPlacement`.
+    """
     sizes = [
         _nbytes(piece)
         for trained in filter(is_worth_a_slot, parameters)
@@ -29,14 +32,14 @@ def open_disk_gradients(
     ]
     if not sizes:
         return None
-    # As many as come ahead, one that is stepped and one that leaves.
-    return DiskGradients(open_slots(max(sizes), ahead + 2), bucket)
+    # One for each piece fetched ahead, one for the piece being stepped, one for the piece written.
+    return DiskGradients(open_store(max(sizes), ahead + 2), bucket)
 
 
 class DiskGradients:
-    """The gradients of some parameters, by their pieces of at most `bucket` bytes."""
+    """The gradients of some parameters, in pieces of at most `bucket` bytes."""
 
-    def __init__(self, store: SlotStore, bucket: int) -> None:
+    def __init__(self, store: NumberedStore, bucket: int) -> None:
         self._store = store
         self._bucket = bucket
         self._pieces: dict[Trained, Sequence[Piece]] = {}
@@ -47,7 +50,7 @@ class DiskGradients:
         return trained in self._pieces
 
     def reserve(self, parameters: Iterable[Trained]) -> None:
-        """Take the room of those that are worth it, or of what is missing since it last failed."""
+        """Take slots for large enough parameters, or those still missing after a failed attempt."""
         for trained in filter(is_worth_a_slot, parameters):
             pieces = pieces_of(trained, self._bucket)
             for piece in pieces:
@@ -56,19 +59,19 @@ class DiskGradients:
             self._pieces[trained] = pieces
 
     def put(self, trained: Trained, gradient: Tensor) -> Copy:
-        """Let all of a gradient leave for the disk."""
-        # All of them first: one that lies otherwise takes memory, which may fail, to lie in a row.
+        """Write a whole gradient to the disk."""
+        # Make all parts first: one that is not contiguous is copied, which may run out of memory.
         parts = [(slot, piece.of(gradient)) for piece, slot in self._all(trained)]
         return Copies([self._store.put(slot, part) for slot, part in parts])
 
     def get(self, wanted: Piece, room: Tensor) -> list[Copy]:
-        """Begin to bring a piece that is stepped by itself, or the whole of a gradient."""
+        """Begin to fetch a separately stepped piece, or a whole gradient."""
         if wanted.is_whole:
             return [self._store.get(slot, p.of(room)) for p, slot in self._all(wanted.trained)]
         return [self._store.get(self._slots[wanted.trained, wanted.start], room)]
 
     def close(self) -> None:
-        """Give the room and the buffers back."""
+        """Release the disk space and the buffers."""
         self._store.close()
 
     def _all(self, trained: Trained) -> list[tuple[Piece, int]]:
@@ -76,5 +79,5 @@ class DiskGradients:
 
 
 def _nbytes(piece: Piece) -> int:
-    """Of its gradient as the optimizer has it: it never leaves in a larger type."""
+    """Bytes of its gradient in the optimizer's type; it is never offloaded in a larger one."""
     return piece.numel * piece.trained.owned.element_size()

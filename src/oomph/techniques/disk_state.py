@@ -1,9 +1,9 @@
-"""Optimizer state on the disk, with masters, for parameters that have no room in host memory.
+"""Optimizer state and masters on the disk, for parameters that do not fit in host memory.
 
-Each piece of a parameter has a slot for each tensor of its state, and for its master where it has
-one (`oomph.host.slots`), taken before the first step: a disk that is too small says so then. A
-piece comes to the GPU, is stepped there and goes back. Where the optimizer would show a tensor it
-shows a stand-in: of its shape and type, and not a number.
+Each piece of a parameter has a slot for each tensor of its state, and one for its master if it has
+one (`oomph.memory.numbered_store`). Slots are taken before the first step, so that a disk that is
+too small raises then. A piece is fetched to the GPU, stepped there and written back. In the
+optimizer, a stand-in replaces each tensor: of the same shape and type, filled with NaN.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy
-from oomph.host.slots import OpenSlots, SlotStore
+from oomph.memory.link import Copy
+from oomph.memory.numbered_store import NumberedStore, OpenStore
 from oomph.techniques.host_tensors import StandIns, gpu_like
 from oomph.techniques.optimizer_twin import State
 from oomph.techniques.step_buckets import Piece, Trained, pieces_of
 
-#: Smaller parameters are not worth a slot: bytes of what is stepped.
+#: Parameters below this size, in bytes of the stepped tensor, are not worth a slot.
 LEAST = 1 << 20
-#: What a parameter's master is called, beside the names of its state.
+#: The name of a parameter's master, next to the names of its state.
 MASTER = "master"
 
 _Key = tuple[Trained, int, str]
 
 
 def choose_for_disk(parameters: Iterable[Trained], share: float) -> list[Trained]:
-    """Some that have this share of all elements, spread evenly: the disk works all the while."""
+    """Choose parameters with this share of all elements, spread evenly to keep the disk busy."""
     chosen = []
     wanted = 0.0
     for trained in parameters:
@@ -45,16 +45,17 @@ def is_worth_a_slot(trained: Trained) -> bool:
 
 
 def open_disk_state(
-    open_slots: OpenSlots,
+    open_store: OpenStore,
     chosen: Iterable[Trained],
     made: Callable[[Trained], State],
     *,
     bucket: int,
     ahead: int,
 ) -> DiskState | None:
-    """Room on the disk for what parameters will have there; None where that is nothing.
+    """Disk space for the state and masters of `chosen` parameters; None if there are none.
 
-    `made` tells what state a first step makes, `bucket` and `ahead` are as for `HostPlacement`.
+    `made` returns the state that a first step makes; `bucket` and `ahead` are as for
+    `HostPlacement`.
     """
     pieces = {trained: pieces_of(trained, bucket) for trained in chosen}
     types = {trained: _types(trained, made(trained)) for trained in pieces}
@@ -65,9 +66,9 @@ def open_disk_state(
     }
     if not sizes:
         return None
-    # As many as come ahead, one that is stepped and one that leaves.
+    # One for each piece fetched ahead, one for the piece being stepped, one for the piece written.
     buffers = max(map(len, types.values())) * (ahead + 2)
-    store = open_slots(max(sizes), buffers)
+    store = open_store(max(sizes), buffers)
     try:
         return DiskState(store, pieces, types)
     except BaseException:
@@ -76,11 +77,11 @@ def open_disk_state(
 
 
 class DiskState:
-    """The state of some parameters, and their masters, by their pieces and names."""
+    """The state and masters of some parameters, by piece and name."""
 
     def __init__(
         self,
-        store: SlotStore,
+        store: NumberedStore,
         pieces: Mapping[Trained, Sequence[Piece]],
         types: Mapping[Trained, Mapping[str, torch.dtype]],
     ) -> None:
@@ -93,7 +94,7 @@ class DiskState:
             for piece in own
             for name, dtype in types[trained].items()
         }
-        #: By slot: the last copy to it, until it is known to be on the disk.
+        #: By slot: the last write to it, until it is known to be on the disk.
         self._puts: dict[int, Copy] = {}
         self._sent: set[int] = set()
         self._stand_ins: StandIns[tuple[Trained, str]] = StandIns()
@@ -102,11 +103,11 @@ class DiskState:
         return trained in self._pieces
 
     def names(self, trained: Trained, *, has_state: bool = True) -> list[str]:
-        """Of a parameter's tensors: those of its state, if it has any yet, and its master."""
+        """Names of a parameter's tensors: its state, if it has any yet, and its master."""
         return [name for name in self._types[trained] if has_state or name == MASTER]
 
     def state_names(self, trained: Trained) -> list[str]:
-        """Of the tensors of a parameter's state."""
+        """Names of the tensors of a parameter's state."""
         return [name for name in self._types[trained] if name != MASTER]
 
     def room(self, piece: Piece, device: torch.device, names: Collection[str]) -> dict[str, Tensor]:
@@ -115,11 +116,11 @@ class DiskState:
         return {name: gpu_like(like, device, types[name]) for name in names}
 
     def fetch(self, piece: Piece, room: Mapping[str, Tensor]) -> list[Copy]:
-        """Begin to bring tensors of a piece that were sent before."""
+        """Begin to fetch tensors of a piece that were sent before."""
         return [self._store.get(self._slot(piece, name), there) for name, there in room.items()]
 
     def send(self, piece: Piece, tensors: Mapping[str, Tensor]) -> list[Copy]:
-        """Let tensors of a piece leave for the disk."""
+        """Begin to write tensors of a piece to the disk."""
         copies = []
         for name, tensor in tensors.items():
             slot = self._slot(piece, name)
@@ -129,11 +130,11 @@ class DiskState:
         return copies
 
     def announce(self, wanted: Iterable[tuple[Piece, Collection[str]]]) -> None:
-        """Say which pieces will be fetched next, in this order, and what of each."""
+        """Announce which pieces, and which tensors of each, will be fetched next, in order."""
         self._store.announce([self._slot(piece, name) for piece, names in wanted for name in names])
 
     def write(self, trained: Trained, tensors: Mapping[str, Tensor]) -> None:
-        """Put a parameter's whole tensors there, which are not needed any more afterwards."""
+        """Write a parameter's whole tensors; the caller may free them afterwards."""
         for piece in self._pieces[trained]:
             for copy in self.send(piece, {name: piece.of(t) for name, t in tensors.items()}):
                 copy.wait()
@@ -142,28 +143,28 @@ class DiskState:
         self, trained: Trained, device: torch.device, names: Collection[str]
     ) -> dict[str, Tensor]:
         """Some of a parameter's tensors as a whole, on a device."""
-        self.finish()  # what goes from host to host waits for nobody
+        self.finish()  # host-to-host copies do not wait for pending writes
         whole = {name: gpu_like(trained.like, device, self._types[trained][name]) for name in names}
         for piece in self._pieces[trained]:
             for name, tensor in whole.items():
                 slot = self._slot(piece, name)
                 if slot in self._sent:
                     self._store.get(slot, piece.of(tensor)).finish()
-                else:  # the first step broke off before it
+                else:  # the first step was aborted before it
                     piece.of(tensor).zero_()
         return whole
 
     def nbytes(self, trained: Trained, names: Collection[str]) -> int:
-        """What some of a parameter's tensors take."""
+        """The bytes of some of a parameter's tensors."""
         return sum(trained.leaf.numel() * self._types[trained][name].itemsize for name in names)
 
     def stand_in(self, trained: Trained, name: str) -> Tensor:
-        """What is shown for a tensor: memory for one number that nobody takes for one."""
+        """The stand-in for a tensor: one NaN, expanded to its shape."""
         dtype = self._types[trained][name]
         return self._stand_ins.of((trained, name), trained.like.shape, dtype)
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """What a tensor stands for: itself, unless what it shows is a stand-in."""
+        """The tensor's actual values: read from the disk for a stand-in, else the tensor itself."""
         found = self._stand_ins.find(tensor)
         if found is None:
             return tensor
@@ -171,13 +172,13 @@ class DiskState:
         return self.read(trained, torch.device("cpu"), [name])[name]
 
     def finish(self) -> None:
-        """Wait until all that was sent is on the disk; raises what went wrong."""
+        """Wait until everything sent is on the disk; raises the error of a failed write."""
         puts, self._puts = self._puts, {}
         for copy in puts.values():
             copy.finish()
 
     def close(self) -> None:
-        """Give the room back."""
+        """Release the disk space and the buffers."""
         self._store.close()
 
     def _slot(self, piece: Piece, name: str) -> int:
@@ -185,11 +186,11 @@ class DiskState:
 
 
 def is_kept(value: object) -> bool:
-    """Whether a value of an optimizer's state is kept outside the GPU: counters are not."""
+    """Whether a value of an optimizer's state is offloaded; counters are not."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _types(trained: Trained, made: State) -> dict[str, torch.dtype]:
-    """Of what a parameter has on the disk."""
+    """The dtypes of a parameter's tensors on the disk, by name."""
     types = {name: value.dtype for name, value in made.items() if is_kept(value)}
     return {**types, MASTER: trained.owned.dtype} if trained.has_master else types

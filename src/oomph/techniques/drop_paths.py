@@ -1,8 +1,8 @@
-"""Stochastic depth whose rate is a tensor: blocks that differ in it alone are compiled once.
+"""Stochastic depth whose rate is a tensor: blocks that differ only in the rate compile once.
 
-Later blocks drop their branch more often: each has a rate of its own, which PyTorch's compiler
-takes for a constant of the code, so that it compiles each block anew. What is drawn, and what
-becomes of it, is the same.
+Later blocks drop their branch more often, so each has its own rate. PyTorch's compiler treats the
+rate as a constant and recompiles for each block. A tensor avoids that; the random draws and the
+results stay the same.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
+from oomph.torch_compat.dispatch import disable_current_modes
+from oomph.torch_compat.function_modes import DisableTorchFunction
 
-#: A buffer that is not saved: the part of all samples that keep the branch.
+#: A non-persistent buffer: the fraction of samples that keep the branch.
 _KEEP = "oomph_keep"
 
-#: By class: whether it drops as `_drop` does.
+#: By class: whether it drops paths exactly as `_drop` does.
 _known: dict[type[nn.Module], bool] = {}
 
 
 def drop_paths(block: nn.Module) -> Iterator[nn.Module]:
-    """The modules in a block that drop a branch for some samples, as Hugging Face's do."""
+    """The modules in a block that drop a branch for some samples, like Hugging Face's."""
     for module in block.modules():
         if (
             0 < _rate(module) < 1
@@ -38,7 +39,7 @@ def drop_paths(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def rate_as_tensor(module: nn.Module, device: torch.device) -> Undo:
-    """Have one of them read its rate from a tensor on the device."""
+    """Have such a module read its rate from a tensor on the device."""
     module.register_buffer(_KEEP, _keep(module, device), persistent=False)
     put_back = replace_forward(module, MethodType(_drop, module))
 
@@ -66,7 +67,7 @@ def _drop(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _dropped(x: Tensor, keep: Tensor) -> Tensor:
-    """Rounded where ops with a number would round."""
+    """Drop with a tensor rate, rounding exactly where ops with a Python number would."""
     wide = torch.promote_types(x.dtype, torch.float32)
     keep = keep.to(wide)
     drawn = torch.rand((len(x), *[1] * (x.dim() - 1)), dtype=x.dtype, device=x.device)
@@ -82,12 +83,15 @@ def _drops_as_known(module: nn.Module) -> bool:
 
 
 def _drops_alike(module: nn.Module) -> bool:
-    """Whether the same comes of the same draws, in a small trial outside of any rehearsal."""
+    """Whether the module and `_dropped` agree for the same draws, tested on a small CPU tensor.
+
+    The test runs outside of any rehearsal.
+    """
     twin = copy.copy(module)
     twin.training = True
     with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
+        DisableTorchFunction(),
+        disable_current_modes(),
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),

@@ -1,10 +1,10 @@
 """Which modules use which parameters, in which order, and a call right before each use.
 
-A *unit* is a module before which all parameters in it must be ready: a block, or what lies outside
-of the blocks. Hooks sit on units only, so that nothing inside a compiled block is disturbed.
+A *unit* is a module whose parameters must all be ready before it runs: a block, or a module outside
+of the blocks. Only units have hooks, so that nothing inside a compiled block is disturbed.
 
-The order is learned from the forwards before `freeze`. A parameter whose unit was not called by
-then (its parent uses it by itself) is filed under no unit: it must be ready before any forward.
+The order is learned from the forwards before `freeze`. If a parameter's unit was not called by then
+(its parent uses the parameter directly), it has no unit and must be ready before any forward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from oomph.techniques.batch_calls import unwatched
 
 #: Modules that hold others and are never called themselves.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -26,7 +28,7 @@ class _Unit:
 
 
 class FirstUse:
-    """Calls `before` with a unit's number whenever one is about to run, once frozen."""
+    """Once frozen, calls `before` with a unit's number whenever that unit is about to run."""
 
     def __init__(
         self, model: nn.Module, blocks: Collection[nn.Module], before: Callable[[int], None]
@@ -36,13 +38,13 @@ class FirstUse:
         self._before = before
         self.is_frozen = False
         self._handles: list[RemovableHandle] = [
-            # A function, not a method: a copied model copies methods' objects with it.
+            # A function, not a method: copying the model would copy a bound method's object too.
             unit.module.register_forward_pre_hook(lambda *_, at=at: self._enter(at))
             for at, unit in enumerate(self._units)
         ]
 
     def freeze(self) -> dict[Tensor, int]:
-        """The unit of each parameter's first use, in the order of the forwards so far."""
+        """End learning; returns the unit of each parameter's first use, in forward order."""
         self.is_frozen = True
         first: dict[Tensor, int] = {}
         for at in self._called:
@@ -51,15 +53,20 @@ class FirstUse:
         return first
 
     def parameters_of(self, unit: int) -> list[Tensor]:
-        """What must be ready before a unit runs."""
+        """The parameters that must be ready before a unit runs."""
         return self._units[unit].parameters
 
+    def module_of(self, unit: int) -> nn.Module:
+        """A unit's module."""
+        return self._units[unit].module
+
     def remove(self) -> None:
-        """Call nobody any more."""
+        """Remove the hooks: `before` is not called any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    @unwatched()
     def _enter(self, at: int) -> None:
         if self.is_frozen:
             self._before(at)

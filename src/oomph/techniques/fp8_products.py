@@ -8,16 +8,22 @@ not memory; unless its block is compiled, finding scales and rounding take longe
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.techniques import Settings, register
 from oomph.techniques.recompute import replace_forward
-from oomph.techniques.technique import Undo
+from oomph.techniques.technique import ApplyContext, SearchContext, Technique, Tried, Undo
+from oomph.torch_compat.operators import scaled_mm
 
 DIGITS = torch.float8_e4m3fn
 RANGE = torch.float8_e5m2
@@ -25,12 +31,61 @@ RANGE = torch.float8_e5m2
 MULTIPLE = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class FP8ProductsSettings(Settings):
+    """Which matrices are multiplied in FP8."""
+
+    enabled: bool = False
+    """Whether the linear layers of the blocks multiply in FP8."""
+
+
+@register
+class FP8Products(Technique[FP8ProductsSettings]):
+    """Linear layers of blocks multiply in FP8."""
+
+    name = "fp8_products"
+    title = "products"
+    settings = FP8ProductsSettings
+    tried = Tried.AS_VARIANT
+    decides_precision = True
+    runs_in_foreign_loops = True
+
+    def say(self, settings: FP8ProductsSettings) -> str:
+        return "FP8 inside blocks" if settings.enabled else "as they are"
+
+    def elsewhere(self, settings: FP8ProductsSettings) -> str:
+        return "matrix products in FP8"
+
+    def fidelity(self, settings: FP8ProductsSettings, precision: str) -> Fidelity:
+        return Fidelity.LOSSY
+
+    def why_not(self, context: SearchContext) -> str:
+        if context.gpu is None or "fp8" not in context.gpu.rates:
+            return "the card does not multiply in FP8"
+        if not context.choices.compiled:
+            return "only compiled blocks are faster for it"
+        if context.choices.precision not in ("bf16", "bf16-mixed"):
+            return "products are rounded from bf16 alone"
+        return ""
+
+    def options(self, context: SearchContext) -> Sequence[FP8ProductsSettings]:
+        return [FP8ProductsSettings(enabled=True)]
+
+    def apply(self, settings: FP8ProductsSettings, context: ApplyContext) -> Undo:
+        inside = dict.fromkeys(module for block in context.blocks for module in block.modules())
+        with contextlib.ExitStack() as undos:
+            for module in inside:
+                if can_multiply_in_fp8(module):
+                    undos.callback(multiply_in_fp8(module))
+            return undos.pop_all().close
+
+
 def multiply_in_fp8(linear: nn.Linear) -> Undo:
     """Make a linear layer multiply in FP8."""
     return replace_forward(linear, MethodType(_linear, linear))
 
 
-def can_multiply_in_fp8(module: nn.Module) -> bool:
+def can_multiply_in_fp8(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer of sizes that have kernels."""
     if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
         return False  # a class of its own may multiply in its own way
@@ -89,7 +144,7 @@ class _Rounded:
 
 def _multiply(one: _Rounded, other: _Rounded, *, fast: bool = False) -> Tensor:
     # Kernels want the first matrix by rows and the second by columns.
-    product: Tensor = torch._scaled_mm(
+    product: Tensor = scaled_mm(
         one.matrix.contiguous(),
         other.matrix.t().contiguous().t(),
         scale_a=one.scale,

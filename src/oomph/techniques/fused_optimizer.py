@@ -10,24 +10,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _get_scalar_dtype
 
 from oomph.errors import BadInput
-from oomph.techniques.optimizer_in_backward import runs_step_of
+from oomph.techniques.optimizer_steps import runs_step_of
 from oomph.techniques.technique import Undo
+from oomph.torch_compat.optimizers import CHECKS_FUSED, UNSCALES, load_hooks_of, scalar_dtype
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 #: What an optimizer made with `fused=True` is marked with: a GradScaler hands such a step its scale
 #: instead of unscaling, and the next step checks that the kernel takes the parameters.
-_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+_MARKS = (UNSCALES, CHECKS_FUSED)
 
 _FLAGS = {"fused": True, "foreach": False}
+
+
+#: Types of weights most of whose elements PyTorch's fused SGD leaves as they are on the CPU.
+_NOT_STEPPED_BY_SGD = (torch.bfloat16, torch.float16)
+
+
+def steps_rightly_on_cpu(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether the CPU's fused kernel makes the step of a parameter that it should make."""
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return not (is_sgd and parameter.dtype in _NOT_STEPPED_BY_SGD)
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `fuse_optimizer` takes this optimizer."""
     return not _why_not(optimizer)
+
+
+def gap_in_memory(optimizer: torch.optim.Optimizer) -> str:
+    """A parameter whose numbers do not lie one behind the other, in words; empty without one.
+
+    A fused kernel goes over memory as if there were no gaps, and would step what is in them.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+                return f"a parameter {list(parameter.shape)} has gaps in its memory"
+    return ""
 
 
 def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
@@ -39,6 +61,7 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     defaults_before = {flag: optimizer.defaults[flag] for flag in _FLAGS}
     marks_before = {mark: vars(optimizer)[mark] for mark in _MARKS if mark in vars(optimizer)}
     _fuse(optimizer)
+    begun = _BeforeSteps(optimizer)
     # A loaded state brings the flags it was saved with.
     handle = optimizer.register_load_state_dict_post_hook(_fuse)
 
@@ -56,10 +79,11 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     shown = optimizer.register_state_dict_post_hook(show_flags_before)
 
     def undo() -> None:
-        if handle.id not in optimizer._optimizer_load_state_dict_post_hooks:
+        if handle.id not in load_hooks_of(optimizer):
             return
         handle.remove()
         shown.remove()
+        begun.remove()
         optimizer.defaults.update(defaults_before)
         for mark in _MARKS:
             vars(optimizer).pop(mark, None)
@@ -69,6 +93,81 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
         _place_counters(optimizer)
 
     return undo
+
+
+class _BeforeSteps:
+    """Has a fused kernel find what it needs that other steps do without.
+
+    It goes over a weight, its gradient and its state as they lie in memory: all lie as the weight
+    does, which may lie in another order since its state was made, as where a model was given
+    another memory format. The kernel of SGD takes the first steps of all its tensors or of none:
+    parameters that get their first gradient after others get the momentum of a first step.
+    """
+
+    #: It runs before every part of a step, which changes nothing where there is nothing to do.
+    follows_whole_steps = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        """Leave the optimizer alone from now on."""
+        self._handle.remove()
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if not group["fused"]:
+                continue
+            stepped = [one for one in group["params"] if one.grad is not None]
+            for one in stepped:
+                _lay_as_the_weight(one, optimizer.state.get(one, {}))
+            if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+                _begin_late(optimizer, group, stepped)
+
+
+def _lay_as_the_weight(parameter: Tensor, state: dict[str, Any]) -> None:
+    """Have a weight's gradient and state lie in memory in the order that it does."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not _lies_as(value, parameter):
+            state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    if parameter.grad is not None and not _lies_as(parameter.grad, parameter):
+        parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+
+
+def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether a kernel that goes over the memory of both meets the same elements together."""
+    if tensor.shape != parameter.shape or tensor.layout is not parameter.layout:
+        return True  # a counter, or what no fused kernel takes
+    both = zip(tensor.shape, tensor.stride(), parameter.stride(), strict=True)
+    return all(size < 2 or one == other for size, one, other in both)
+
+
+def _begin_late(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], stepped: list[Tensor]
+) -> None:
+    new = [one for one in stepped if not _momentum(optimizer, one)]
+    if len(new) < len(stepped):
+        for one in new:
+            optimizer.state[one]["momentum_buffer"] = _first_momentum(one, group)
+
+
+def _momentum(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    return optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+
+
+def _first_momentum(parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """What a step that is not the first one makes a first step's momentum of.
+
+    Momentum is multiplied and added to what dampening leaves of the gradient; at first, it is the
+    gradient.
+    """
+    assert parameter.grad is not None
+    if not group["dampening"]:
+        return torch.zeros_like(parameter.grad)
+    gradient = -parameter.grad if group["maximize"] else parameter.grad
+    gradient = gradient.add(parameter, alpha=group["weight_decay"])
+    return gradient.mul_(group["dampening"] / group["momentum"])
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
@@ -81,9 +180,11 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
             place = parameter.device.type
             if not parameter.is_floating_point() or place not in ("cuda", "cpu"):
                 return f"a parameter is {parameter.dtype} on {place}"
+            if place == "cpu" and not steps_rightly_on_cpu(optimizer, parameter):
+                return f"PyTorch's fused SGD does not step {parameter.dtype} on the CPU rightly"
             if isinstance(optimizer, torch.optim.Adagrad) and place == "cuda" and not _new_enough():
                 return "Adagrad has a fused kernel for GPUs from torch 2.13 on"
-    return ""
+    return gap_in_memory(optimizer)
 
 
 def _new_enough() -> bool:
@@ -103,7 +204,7 @@ def _place_counters(optimizer: torch.optim.Optimizer) -> None:
     """Step counters live with the parameter for a fused kernel, on the host otherwise."""
     for group in optimizer.param_groups:
         on_device = group["fused"] or group.get("capturable", False)
-        dtype = _get_scalar_dtype(is_fused=group["fused"])
+        dtype = scalar_dtype(is_fused=group["fused"])
         for parameter in group["params"]:
             counter = optimizer.state.get(parameter, {}).get("step")
             if isinstance(counter, Tensor):

@@ -1,10 +1,10 @@
-"""fp32 masters on the host, while the optimizer's own parameters show them.
+"""fp32 masters on the host, shown through the optimizer's own parameters.
 
-A master waits in host memory, or on the disk where its parameter's state does (`DiskState`); where
-that stays on the GPU, the master does as well, and nothing below is said of it. From `hide` to
-`show` a parameter of the optimizer is a tensor on the GPU, where a gradient arrives, though nothing
-is in it. At other times it is the master, or a stand-in for one that is on the disk, which has its
-numbers from `show_numbers` on.
+A master is kept where its parameter's state is: in host memory, on the disk (`DiskState`), or on
+the GPU; the rest of this text does not apply to masters that stay on the GPU. Between `hide` and
+`show`, a parameter of the optimizer is an empty tensor on the GPU that can receive a gradient. At
+other times it is the master, or a stand-in for a master on the disk; `show_numbers` replaces
+stand-ins by the masters' values.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from oomph.host.link import Link
+from oomph.memory.link import Link
 from oomph.techniques.disk_state import MASTER, DiskState
 from oomph.techniques.host_tensors import brought_home, to_host_now
 from oomph.techniques.step_buckets import Trained
 
 
 class HostMasters:
-    """The masters of an optimizer's parameters, for those that have one."""
+    """The masters of those optimizer parameters that have one."""
 
     def __init__(
         self, link: Link, disk: DiskState | None = None, staying: Collection[Trained] = ()
@@ -30,16 +30,16 @@ class HostMasters:
         self._link = link
         self._disk = disk
         self._staying = staying
-        #: Those that are not on the disk.
+        #: The masters in host memory.
         self.in_memory: dict[Trained, Tensor] = {}
-        #: All that have left, by what the optimizer has for them.
+        #: All offloaded masters, by the optimizer's tensor.
         self._moved: dict[Tensor, Trained] = {}
-        #: Those on the disk whose numbers are shown.
+        #: Masters on the disk whose values are shown.
         self._shown: set[Trained] = set()
         self._are_hidden = False
 
     def move_out(self, trained: Trained) -> None:
-        """Take a parameter's master to the host, if it has one."""
+        """Offload a parameter's master, if it has one."""
         if not trained.has_master:
             return
         if trained in self._staying:
@@ -53,7 +53,7 @@ class HostMasters:
         trained.owned.data = self._at_rest(trained)
 
     def move_in(self, trained: Trained, home: torch.device) -> None:
-        """Bring it back to where it was."""
+        """Move a parameter's master back to `home`."""
         if trained.has_master and trained in self._staying:
             trained.owned.data = trained.owned.detach().to(home)
         if trained.owned not in self._moved:
@@ -67,11 +67,11 @@ class HostMasters:
         del self._moved[trained.owned]
 
     def hide(self) -> None:
-        """Let gradients arrive; numbers of the disk that were shown go back to it."""
+        """Make the optimizer's tensors receive gradients; write shown disk masters back."""
         if self._are_hidden:
             return
         for trained in list(self._shown):
-            # Whether somebody wrote to them is not asked: what goes through `.data` is not counted.
+            # Written back even if apparently unchanged: writes through `.data` bump no version.
             self._write(trained, trained.owned)
         for trained in self._moved.values():
             leaf = trained.leaf
@@ -80,25 +80,25 @@ class HostMasters:
         self._are_hidden = True
 
     def show(self) -> None:
-        """Have the masters, or what stands for them, where the optimizer has them."""
+        """Make the optimizer's tensors show the masters, or their stand-ins."""
         for trained in self._moved.values():
             if trained not in self._shown:
                 trained.owned.data = self._at_rest(trained)
         self._are_hidden = False
 
     def show_numbers(self) -> None:
-        """Have the numbers that are on the disk in host memory, for whoever reads them."""
+        """Load the masters that are on the disk into host memory, for reading."""
         for trained in self._not_shown():
             trained.owned.data = self._read(trained)
             self._shown.add(trained)
 
     @property
     def hidden_bytes(self) -> int:
-        """Host memory that `show_numbers` takes."""
+        """Bytes of host memory that `show_numbers` takes."""
         return sum(t.leaf.numel() * t.owned.element_size() for t in self._not_shown())
 
     def numbers(self, owned: Tensor) -> Tensor:
-        """The master that the optimizer has in this tensor, whatever that shows."""
+        """The master for this tensor of the optimizer, whatever the tensor shows now."""
         trained = self._moved.get(owned)
         if trained is None or trained in self._shown:
             return owned
@@ -106,7 +106,7 @@ class HostMasters:
         return master if master is not None else self._read(trained)
 
     def write(self, owned: Tensor, numbers: Tensor) -> None:
-        """Give a master other numbers, at once."""
+        """Overwrite a master, synchronously."""
         trained = self._moved.get(owned)
         if trained is None:
             owned.copy_(numbers)

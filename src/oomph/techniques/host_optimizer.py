@@ -1,22 +1,22 @@
 """Keep the optimizer's state, and fp32 masters, in host memory, and step from there (exact).
 
-Two ways, of which each takes a share of the parameters:
+There are two variants, each for a share of the parameters:
 
-- *streamed*: state comes to the GPU bucket by bucket, is stepped there by the optimizer's own
-  kernels and leaves again. Weights have the bits that the plain optimizer gives them.
-- *on the host* (`host_share`): gradients leave, the host's cores step their own copy of the weights
-  and the new weights come back. Equal to the plain optimizer but for the last bits.
+- *streamed*: state is copied to the GPU bucket by bucket, stepped there by the optimizer's own
+  kernels and copied back. The weights are bitwise those of the plain optimizer.
+- *on the host* (`host_share`): gradients are offloaded, the host's cores step their own copy of the
+  weights and the new weights are copied back. Equal to the plain optimizer up to the last bits.
 
-What has no room in host memory, state and masters alike, waits on the disk (`disk_share`), and is
-streamed. What has room on the GPU stays there (`gpu_share`), and nothing waits for it.
+State and masters that do not fit in host memory are kept on the disk (`disk_share`) and streamed.
+State and masters that fit on the GPU stay there (`gpu_share`) and need no transfers.
 
-When a parameter is stepped depends on the job. Without clipping and without a GradScaler a bucket
+When a parameter is stepped depends on the job. Without clipping and without a GradScaler, a bucket
 is stepped inside backward, as soon as its gradients are complete. With either, all gradients must
 be known first: then `step` only begins the step, and each part of the model waits for its own
-parameters when the next forward reaches it. Gradients for which there is no room leave meanwhile,
-for the host or for the disk (`gradients_to_disk`).
+parameters when the next forward reaches it. In the meantime, gradients that do not fit on the GPU
+are offloaded to the host or to the disk (`gradients_to_disk`).
 
-How it is called, in each step:
+How to call it, in each step:
 
     for part in parts:
         loss = …
@@ -24,14 +24,15 @@ How it is called, in each step:
             loss.backward()
     host.step()
 
-Weights that are on the host or on the disk themselves (`StreamedWeights`) come and go as masters
-do: nothing of them is written on the GPU. With masters it is the GPU that rounds them. A block is
-fetched for the next forward when its weights have been stepped and have arrived; where they are
-stepped only then, they are put in place on the GPU, and not fetched. Those on the disk are never
+Offloaded weights (`StreamedWeights`) are streamed like masters: a step does not write to their
+copies on the GPU. With masters, the GPU rounds them to weights. A block is fetched for the next
+forward once its weights have been stepped and have arrived on the host. Weights that are stepped
+only when that forward needs them are put in place on the GPU instead. Weights on the disk are never
 stepped by the host's cores.
 
-`step` clips, unscales, updates the scaler and forgets the gradients. Before anybody else looks at
-weights or state, `settle` completes what is under way.
+`step` clips, unscales, updates the scaler and drops the gradients. If it only begins the step, each
+use of a weight or of the state completes as much of it as that use needs (`BegunStep`); `settle`
+completes all of it.
 """
 
 from __future__ import annotations
@@ -53,28 +54,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from oomph.errors import BadInput
-from oomph.host.limits import check_host_memory
-from oomph.host.link import Copy, Link
-from oomph.host.slots import OpenSlots
-from oomph.job import repeated_blocks
+from oomph.errors import BadInput, StepBroken
+from oomph.jobs.job import repeated_blocks
+from oomph.memory.limits import check_host_memory
+from oomph.memory.link import Copy, Link
+from oomph.memory.numbered_store import OpenStore
+from oomph.process.interrupts import interrupts
+from oomph.techniques.begun_step import BegunStep, WatchedState
 from oomph.techniques.disk_gradients import DiskGradients, open_disk_gradients
 from oomph.techniques.disk_state import DiskState, choose_for_disk, open_disk_state
 from oomph.techniques.first_use import FirstUse
+from oomph.techniques.forward_call import is_awaited
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_masters import HostMasters
 from oomph.techniques.host_state import HostState
 from oomph.techniques.host_step import HostStep
 from oomph.techniques.host_tensors import host_tensor
+from oomph.techniques.later_reads import LaterReads
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.low_bit_state import has_low_bit_state
 from oomph.techniques.master_weights import AwayWeights, KeptMasters
-from oomph.techniques.optimizer_in_backward import (
-    Masters,
-    check_per_parameter,
-    foreign_step_hooks,
-    weakly,
-)
+from oomph.techniques.optimizer_in_backward import weakly
+from oomph.techniques.optimizer_steps import Masters, check_per_parameter, sparse_gradient
 from oomph.techniques.optimizer_twin import (
     Group,
     OptimizerTwin,
@@ -87,59 +88,67 @@ from oomph.techniques.step_buckets import Bucket, Trained
 from oomph.techniques.step_order import StepOrder, arrange
 from oomph.techniques.step_parts import StepParts
 from oomph.techniques.streamed_step import StreamedStep
-from oomph.techniques.streamed_weights import StreamedWeights
+from oomph.techniques.streamed_weights import (
+    StreamedWeights,
+    is_compiled,
+    note_stepped_on_host,
+)
+from oomph.techniques.watched_tensors import aliases, own_work
+from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
+from oomph.torch_compat.grad_scaler import scale_of, states_of
+from oomph.torch_compat.optimizers import foreach_unscale_, mark_stepped
 
-#: The part of all elements that a parameter has at most for its state to stay: biases and norms are
-#: most of a model's parameters, and copies of so little cost the host more than they free.
+#: State of parameters with at most this share of all elements stays on the GPU. Most parameters are
+#: biases and norms, and copying such small tensors costs the host more than the memory is worth.
 LITTLE = 1e-4
-#: Buckets that backward completes for each that comes early: weights use the same way.
+#: Buckets that backward completes for each one fetched early, as weights use the same link.
 EARLY_PACE = 3
 
 
 class RoundedMasters(Masters, Protocol):
-    """Masters that somebody else may round into the model; see `MasterWeights`."""
+    """Masters that this optimizer steps and rounds itself; see `MasterWeights`."""
 
     away: AwayWeights | None
-    """Where the model's weights are that are not on the GPU."""
+    """Access to the model's offloaded weights."""
     kept: KeptMasters | None
-    """Where the masters are, which the optimizer does not show at all times."""
+    """Access to the masters, which the optimizer does not show at all times."""
 
     def note_rounded(self, owned: Tensor) -> None:
-        """A master was stepped and rounded into its parameter."""
+        """Note that a master was stepped and rounded into its parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlacement:
-    """What of the optimizer is where."""
+    """Where each part of the optimizer's data is kept."""
 
     host_share: float = 0.0
-    """The part of all elements that the host's cores step: those that forward needs last."""
+    """The share of all elements that the host's cores step: those that forward needs last."""
     disk_share: float = 0.0
-    """The part of all elements whose state, and masters, wait on the disk; the GPU steps them."""
+    """The share of all elements whose state and masters are on the disk; the GPU steps them."""
     gpu_share: float = 0.0
-    """The part of all elements whose state, and masters, stay on the GPU: the optimizer's first,
-    beside those of the smallest parameters."""
+    """The share of all elements whose state and masters stay on the GPU: the optimizer's first
+    parameters, in addition to the smallest ones."""
     keep_gradients: int | None = None
-    """Bytes of gradients that may wait on the GPU, those that forward needs first; None is all."""
+    """Bytes of gradients that may stay on the GPU, those that forward needs first; None is all."""
     gradients_to_disk: bool = False
-    """Whether the others wait on the disk, but for those that the host's cores step."""
+    """Whether the other gradients go to the disk, except those that the host's cores step."""
     bucket: int = 64 << 20
     """Bytes of weights, or of their masters, that are stepped together."""
     ahead: int = 2
     """Buckets that may be on their way to the GPU at a time, and as many on their way back."""
     early: int = 0
-    """Buckets that come as backward ends, before the norm of all gradients is known, if these are
-    more; as many may be on their way back in the forward that follows."""
+    """Buckets fetched as backward ends, before the norm of all gradients is known, if more than
+    `ahead`; as many may be on their way back in the forward that follows."""
 
 
 class HostOptimizer:
     """Steps `optimizer` with its state on the host; see the top of this file.
 
-    `blocks` are the modules before which all their parameters must be ready, and inside which no
-    hook is wanted; the model's repeated blocks if none are given. `weights` are those that are on
-    the host. `clip_norm` and `scaler` are what the job uses. `home` says where the state and the
-    master of a parameter go in the end, if that is not where the parameter is or was. `disk` opens
-    slots on the disk, where some of it goes there.
+    `blocks` are the modules whose parameters must all be ready before they run, and inside which
+    there are no hooks; default: the model's repeated blocks. `weights` are the offloaded weights.
+    `clip_norm` and `scaler` are the job's. `home` returns the device to which a parameter's state
+    and master go on undo, if that is not the parameter's own or original device. `disk` opens slots
+    on the disk, if the placement uses it.
     """
 
     def __init__(
@@ -155,9 +164,10 @@ class HostOptimizer:
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         home: Callable[[Tensor], torch.device] | None = None,
-        disk: OpenSlots | None = None,
+        disk: OpenStore | None = None,
     ) -> None:
         _check(optimizer, masters, placement)
+        _check_model(model)
         self._weights = weights
         self._home = home
         self._optimizer = optimizer
@@ -167,16 +177,16 @@ class HostOptimizer:
         self._masters = masters
         self._clip_norm = clip_norm
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        #: Whether steps are only begun: all gradients must be known before the first is used.
+        #: Whether `step` only begins a step: all gradients must be known before the first is used.
         self.defers = clip_norm is not None or self._scaler is not None
-        #: Whether the host's cores still make a step when the next one has begun.
+        #: Whether the host's cores may still be stepping when the next step has begun.
         self.steps_on_host = placement.host_share > 0
-        #: Whether a step broke off after some parameters had been stepped: weights and state are
+        #: Whether a step was aborted after some parameters had been stepped: weights and state are
         #: then partly those of the next step, and no further step is made.
         self.dirty = False
         self._trained = _find_trained(optimizer, masters, weights)
         self._by_leaf = {trained.leaf: trained for trained in self._trained}
-        #: Whose state and masters are on the GPU as ever.
+        #: Parameters whose state and masters stay on the GPU.
         self._staying = _staying(self._trained, placement.gpu_share)
         leaving = [trained for trained in self._trained if trained not in self._staying]
         self._disk = _open_disk(disk, optimizer, leaving, placement)
@@ -198,27 +208,39 @@ class HostOptimizer:
             model, repeated_blocks(model) if blocks is None else blocks, self._before_unit
         )
         self._order = StepOrder([], [], set(), (), set())
-        #: Each device has its own backward thread.
+        self._later = LaterReads([])
+        #: Steps so far, and whether the next forward is watched for writes to parameters.
+        self._steps, self._looks = 0, False
+        #: Complete buckets with a weight that backward still reads.
+        self._held: list[Bucket] = []
+        #: For gradient hooks: each device has its own backward thread.
         self._lock = threading.Lock()
+        #: For continuing a begun step: any thread that uses a weight does so.
+        self._stepping = threading.RLock()
+        self._begun = BegunStep(self._have_stepped, self._may_have_changed)
         self._handles: list[RemovableHandle] = []
+        self._end_of_note: Callable[[], None] = _nothing
         self._begin_batch()
         self._backward_is_last: bool | None = None
-        #: Parameters that were not stepped yet when backward began: nobody waited for them.
+        #: Parameters not stepped yet when backward began, because the forward did not use them.
         self._late: set[Trained] = set()
-        #: A step that was begun: gradients on the GPU, and the next bucket to be stepped.
+        #: For a begun step: gradients on the GPU, and the next bucket to be stepped.
         self._pending: dict[Trained, Tensor] = {}
         self._pending_coefficient: Tensor | None = None
         self._next: int | None = None
         self._groups: list[Group] = []
         self._host_groups: list[Group] = []
-        #: By place in the optimizer: the state that is being loaded.
+        #: By index in the optimizer: the state that is being loaded.
         self._loading: dict[int, State] = {}
         self._sent_coefficient: tuple[Tensor, Copy] | None = None
         self._coefficient_room: Tensor | None = None
         try:
+            self._end_of_note = note_stepped_on_host(self._by_leaf, weights)
             self._gradients.disk = _open_disk_gradients(disk, self._trained, placement)
             self._leave_gpu()
             self._add_hooks()
+            self._watch_state()
+            self._later = LaterReads(t.leaf for t in self._trained if t.away is None)
         except BaseException:
             self.undo()
             raise
@@ -227,29 +249,36 @@ class HostOptimizer:
 
     @contextlib.contextmanager
     def backward(self, *, last: bool = True) -> Iterator[None]:
-        """The backward of one micro-batch runs inside; `last` says that no other follows.
+        """The context for the backward of one micro-batch; `last` says that no other follows.
 
-        If it fails inside, the gradients of the batch are dropped and its error passes. Parameters
-        that were stepped by then stay stepped: `dirty` says whether there are any.
+        If backward fails, the gradients of the batch are dropped and the error propagates.
+        Parameters that were stepped by then stay stepped: `dirty` says whether there are any.
         """
         if self._backward_is_last is not None:
             raise BadInput("one backward runs already: begin the next one when it is over")
-        self._begin_backward(last)
+        with self._at_work():
+            self._begin_backward(last)
         try:
             yield
-            self._complete_late()
-            if last:
-                self._complete_rest()
+            with self._at_work():
+                self._complete_late()
+                if last:
+                    self._complete_rest()
         except BaseException:
             self.dirty = self.dirty or self._stepped_inside
             self.abandon()
             raise
         finally:
+            self._later.end()
             self._backward_is_last = None
             self._late = set()
 
     def step(self) -> None:
-        """Make the step of the gradients so far, or begin it; they are forgotten."""
+        """Make or begin the step with the gradients so far, which are dropped afterwards."""
+        with self._at_work():
+            self._make_step()
+
+    def _make_step(self) -> None:
         self._check_whole()
         if not self._complete:
             if not self._gradients.is_empty or any(t.owned.grad is not None for t in self._trained):
@@ -258,27 +287,61 @@ class HostOptimizer:
         if self._scaler is not None and self._skips():
             self.abandon()
             return
-        # What schedulers look at.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        # Schedulers check this mark.
+        mark_stepped(self._optimizer)
+        # Reads through tensors that share a weight's memory go unseen: step those weights at once.
+        shared = [t.leaf for t in self._trained if t.away is None and aliases(t.leaf)]
         if self.defers:
             self._begin_step()
         else:
             self._begin_batch()
+        self._have_stepped(shared)
+        self._steps += 1
+        self._looks = self._steps & (self._steps - 1) == 0
+        copied = [t for t in self._order.host_stepped if t.away is None and not t.has_master]
+        self._begun.watch(self._begun_leaves(), [trained.leaf for trained in copied])
         tell_followers(self._optimizer)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the current or last backward stepped parameters with its batch's gradients."""
+        return self._stepped_inside
+
+    def has_gradient(self, leaf: Tensor) -> bool:
+        """Whether the backwards so far made a gradient for this parameter."""
+        trained = self._by_leaf.get(leaf)
+        if trained is None:
+            return leaf.grad is not None
+        return trained in self._gradients or trained.owned.grad is not None
+
+    def take_gradient(self, leaf: Tensor) -> Tensor:
+        """Return the sum of a parameter's gradients so far and give up ownership of it."""
+        trained = self._by_leaf.get(leaf)
+        if trained is not None and trained in self._gradients:
+            return self._gradients.take_back(trained)
+        owned = trained.owned if trained is not None else leaf
+        gradient, owned.grad = owned.grad, None
+        assert gradient is not None
+        return gradient
+
+    def holds_weight(self, leaf: Tensor) -> bool:
+        """Whether the parameter itself is offloaded."""
+        return self._weights is not None and self._weights.holds(leaf)
+
     def settle(self) -> None:
-        """Complete the step that was begun; weights and state may be read and written then."""
-        self._check_whole()
-        self._complete_step()
-        self._streamed.settle()
-        self._gradients.release()
-        self._host_masters.show()
+        """Complete a begun step; afterwards weights and state may be read and written."""
+        with self._at_work(), interrupts.held():
+            self._check_whole()
+            self._complete_step()
+            self._streamed.settle()
+            self._gradients.release()
+            self._host_masters.show()
 
     @contextlib.contextmanager
     def state_left_on_disk(self) -> Iterator[None]:
-        """While active, state dicts have stand-ins for what is on the disk; see `numbers`.
+        """While active, state dicts have stand-ins for tensors on the disk; see `numbers`.
 
-        That of the optimizer, and that of the model where weights are there.
+        This holds for the optimizer's state dict, and for the model's if weights are on the disk.
         """
         self._shows_disk = False
         weights = self._weights
@@ -289,34 +352,47 @@ class HostOptimizer:
             self._shows_disk = True
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """What a tensor of a state dict, or a master, stands for: itself, if not on the disk."""
+        """The values of a state dict's tensor, or of a master, read from the disk if need be."""
         found = self._weights.stands_for(tensor) if self._weights is not None else None
         if self._weights is not None and found is not None:
             return self._weights.numbers(found)
         return self._disk.numbers(tensor) if self._disk is not None else tensor
 
     def lies_as(self, tensor: Tensor) -> Tensor:
-        """A tensor that lies in memory as what a tensor of the model's state dict stands for."""
+        """A tensor with the memory layout of the weight that a model's state dict tensor shows."""
         found = self._weights.stands_for(tensor) if self._weights is not None else None
         if self._weights is not None and found is not None:
             return self._weights.host_weight(found)
         return tensor
 
     def _show_all(self) -> None:
-        self.settle()
-        if self._disk is not None and self._shows_disk:
-            check_host_memory(self._hidden_bytes, "showing what the optimizer has on the disk")
-            self._state.show()
-            self._host_masters.show_numbers()
+        if self._backward_is_last is not None:
+            return  # a backward may be stepping it
+        with self._at_work():
+            self.settle()
+            if self._disk is not None and self._shows_disk:
+                check_host_memory(self._hidden_bytes, "showing what the optimizer has on the disk")
+                self._state.show()
+                self._host_masters.show_numbers()
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """While active, only this thread uses weights and state, and its uses trigger no step."""
+        with self._stepping, own_work():
+            yield
 
     @property
     def _hidden_bytes(self) -> int:
-        """Host memory that it takes to show what the optimizer has on the disk."""
+        """Bytes of host memory needed to show the state and masters that are on the disk."""
         return self._state.hidden_bytes + self._host_masters.hidden_bytes
 
     def abandon(self) -> None:
-        """Drop the gradients of a batch that is not to be stepped; a step under way goes on."""
-        self._streamed.drop()  # whoever ran out of memory needs it; it can come again
+        """Drop the gradients of a batch without a step; a step under way goes on."""
+        with self._at_work():
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._streamed.drop()  # frees memory after an out-of-memory error; can be fetched again
         if self._weights is not None:
             self._weights.leave_gpu()
         self._gradients.forget(but=self._not_stepped_yet())
@@ -324,8 +400,18 @@ class HostOptimizer:
             trained.owned.grad = trained.leaf.grad = None
         self._begin_batch()
 
+    def forget_step(self) -> None:
+        """Drop an aborted step: all weights and state are about to be overwritten."""
+        with self._at_work():
+            self._host.forget()
+            self._pending, self._pending_coefficient = {}, None
+            self._sent_coefficient, self._next = None, None
+            self._begun.forward(t.leaf for t in self._trained if t.away is None)
+            self.abandon()
+        self.dirty = False
+
     def check_undo(self) -> None:
-        """Refuse, before anything is undone, to bring back what host memory has no room for."""
+        """Raise, before anything is undone, if undoing needs more host memory than there is."""
         needed = self._weights.back_bytes if self._weights is not None else 0
         if self._disk is not None and any(self._home_of(t).type == "cpu" for t in self._trained):
             needed += self._hidden_bytes
@@ -333,12 +419,17 @@ class HostOptimizer:
             check_host_memory(needed, "undoing what is on the disk (saving it does not)")
 
     def undo(self) -> None:
-        """State and masters are where the plain optimizer has them; to be called before `weights`'.
+        """Move state and masters back to where the plain optimizer has them.
 
-        Weights that are on the host stay there.
+        To be called before the undo of `weights`; offloaded weights stay offloaded.
         """
+        with self._at_work():
+            self._undo()
+
+    def _undo(self) -> None:
         if not self.dirty:
             self._complete_step()
+        self._begun.forward(trained.leaf for trained in self._trained if trained.away is None)
         self._host.close()
         self._streamed.settle()
         self._gradients.close()
@@ -352,6 +443,9 @@ class HostOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if isinstance(self._optimizer.state, WatchedState):
+            self._optimizer.state = self._optimizer.state.plain()
+        self._end_of_note()
         self._first_use.remove()
         self._be_asked(False)
         self._trained, self._by_leaf, self._pending = [], {}, {}
@@ -360,11 +454,12 @@ class HostOptimizer:
         self._sent_coefficient = self._coefficient_room = self._next = None
 
     def make_state(self) -> None:
-        """Have state as if after a first step, but without its numbers: for a rehearsal."""
+        """Create state as if after a first step, with undefined values: for a rehearsal."""
         made = _made_states(self._optimizer)
-        for trained in self._trained:
-            self._state.make(trained, made(trained.group, trained.owned.dtype))
-            self._place_counter(trained, trained.leaf.device)
+        with self._at_work():
+            for trained in self._trained:
+                self._state.make(trained, made(trained.group, trained.owned.dtype))
+                self._place_counter(trained, trained.leaf.device)
 
     # -- setting up -------------------------------------------------------------------------------
 
@@ -378,7 +473,7 @@ class HostOptimizer:
             self._host_masters.move_out(trained)
 
     def _home_of(self, trained: Trained) -> torch.device:
-        """Where the plain optimizer has the state of a parameter."""
+        """The device where the plain optimizer has the state of a parameter."""
         if self._home is not None:
             return self._home(trained.leaf)
         if trained.away is not None:
@@ -387,7 +482,7 @@ class HostOptimizer:
         return trained.leaf.device
 
     def _be_asked(self, asked: bool) -> None:
-        """Have whoever reads weights or masters of the host ask first, or nobody any more."""
+        """Have readers of host weights and masters call this optimizer first, or stop doing so."""
         if self._masters is not None:
             self._masters.away = self._weights if asked else None
             self._masters.kept = self._host_masters if asked else None
@@ -406,8 +501,12 @@ class HostOptimizer:
             optimizer.register_load_state_dict_post_hook(lambda _: self._after_load()),
         ]
 
+    def _watch_state(self) -> None:
+        """Have the state brought up to date before each use."""
+        self._optimizer.state = WatchedState(self._optimizer.state, self._show_all)
+
     def _arrange(self) -> None:
-        """Make the buckets, in the order that the first forward showed."""
+        """Make the buckets, in the order of the first forward."""
         unit_of = self._first_use.freeze()
         on_gpu_or_disk = (self._staying, self._disk or ())
         placement = self._placement
@@ -430,7 +529,7 @@ class HostOptimizer:
         self._order = order
 
     def _place_counter(self, trained: Trained, device: torch.device) -> None:
-        """A step counter is where the kernel that steps the parameter wants it."""
+        """Move a step counter to the device where the parameter is stepped, if kernels need it."""
         state = self._optimizer.state.get(trained.owned, {})
         group = self._optimizer.param_groups[trained.group]
         counter = state.get("step")
@@ -440,26 +539,29 @@ class HostOptimizer:
     # -- backward ---------------------------------------------------------------------------------
 
     def _begin_batch(self) -> None:
-        """No gradient of the batch is there yet."""
+        """Begin a batch: it has no gradients yet."""
         self._is_first = True
-        #: Parameters whose gradients are complete, with their norms where they are clipped.
+        #: Parameters whose gradients are complete, with the gradients' norms if clipping is on.
         self._complete: dict[Trained, Tensor | None] = {}
-        #: Complete gradients that wait on the GPU.
+        #: Complete gradients that stay on the GPU.
         self._kept: dict[Trained, Tensor] = {}
         self._found_inf: Tensor | None = None
         self._inverse_scale: Tensor | None = None
         self._stepped_inside = False
         #: By bucket: the parameters whose gradients are not complete.
         self._missing: dict[Bucket, set[Trained]] = {}
+        self._held = []
         self._upcoming: list[Bucket] = []
 
     def _begin_backward(self, last: bool) -> None:
         self._check_whole()
+        check_per_parameter(self._optimizer, "the optimizer on the host", self._masters)
         if not self._order.buckets:
             self._arrange()
         self._late = self._not_stepped_yet()
         if not self._late:
             self._complete_step()
+        self._begun.forward(t.leaf for t in self._trained if t.away is None and t not in self._late)
         self._streamed.release()
         self._host_masters.hide()
         self._state.hide()
@@ -480,11 +582,11 @@ class HostOptimizer:
         trained = self._by_leaf.get(leaf)
         if trained is None or self._backward_is_last is None:
             return
-        with self._lock, torch.no_grad():
+        with self._lock, own_work(), torch.no_grad():
             self._check_arrival(trained)
             gradient = trained.owned.grad
             if gradient is None:
-                return  # as the plain optimizer: somebody took the gradient away
+                return  # a hook removed the gradient: no step, as with the plain optimizer
             leaves = trained in self._order.leaving
             if leaves:
                 self._gradients.add_to(trained, gradient)
@@ -495,13 +597,13 @@ class HostOptimizer:
                 self._gradients.send(trained, gradient, gradient.dtype)
 
     def _complete_late(self) -> None:
-        """Step what this forward did not use: not before backward has shown that it did not."""
+        """Step parameters that this forward did not use, now that backward has confirmed it."""
         if self._late:
             self._complete_step()
             self._late = set()
 
     def _complete_rest(self) -> None:
-        """Gradients that earlier micro-batches made and the last one did not reach."""
+        """Complete the gradients that earlier micro-batches made and the last one did not reach."""
         with torch.no_grad():
             for trained in self._trained:
                 if trained in self._complete:
@@ -512,12 +614,13 @@ class HostOptimizer:
                 if gradient is not None:
                     self._take(trained, gradient)
             if not self.defers:
-                rest, self._missing = list(self._missing), {}
+                rest, self._missing = [*self._held, *self._missing], {}
+                self._held = []
                 for bucket in rest:
                     self._step_inside([bucket])
 
     def _take(self, trained: Trained, gradient: Tensor) -> None:
-        """A gradient is complete."""
+        """Handle a complete gradient: keep or offload it, and step the buckets it completes."""
         trained.owned.grad = None
         if self._scaler is not None:
             self._unscale(gradient)
@@ -530,15 +633,15 @@ class HostOptimizer:
             self._kept[trained] = gradient
         complete = self._arrived_in_buckets(trained)
         if not self.defers:
-            self._step_inside(complete)
+            self._step_unless_read(complete)
             self._prefetch_inside()
         else:
-            # Backward is nearly over: there is room, as much as what it completes leaves behind.
+            # As backward ends it frees memory: prefetch as much as the completed buckets allow.
             others = max(len(self._missing) - self._order.at_once, 0)
             self._prefetch(0, self._early - others // EARLY_PACE)
 
     def _arrived_in_buckets(self, trained: Trained) -> list[Bucket]:
-        """Note it in its buckets; those of them that are complete now."""
+        """Note the gradient in its buckets; returns the buckets that are complete now."""
         complete = []
         for bucket in self._order.buckets_of[trained]:
             if (missing := self._missing.get(bucket)) is not None:
@@ -549,12 +652,29 @@ class HostOptimizer:
         return complete
 
     def _prefetch_inside(self) -> None:
-        """Have those come in that backward will complete next: it goes the forward's way back."""
+        """Fetch the buckets that backward will complete next, in reverse forward order."""
         while self._upcoming and self._upcoming[-1] not in self._missing:
             self._upcoming.pop()
         for bucket in self._upcoming[-self._placement.ahead :]:
             if bucket in self._missing:
                 self._streamed.fetch(bucket)
+
+    def _step_unless_read(self, complete: list[Bucket]) -> None:
+        """Step buckets inside backward, except those whose weights it has yet to read."""
+        due, self._held = [*self._held, *complete], []
+        read = {t for bucket in due for t in bucket.parameters if self._is_still_read(t)}
+        if read:
+            self._held = [bucket for bucket in due if not read.isdisjoint(bucket.parameters)]
+            due = [bucket for bucket in due if read.isdisjoint(bucket.parameters)]
+        self._step_inside(due)
+        stepped = (piece.trained for bucket in due for piece in bucket.pieces if piece.is_last)
+        self._later.stepped(trained.leaf for trained in stepped if trained.away is None)
+
+    def _is_still_read(self, trained: Trained) -> bool:
+        if trained.away is None:
+            return self._later.are_expected(trained.leaf)
+        assert self._weights is not None
+        return is_awaited(trained.leaf) or self._weights.is_noted(trained.leaf)
 
     def _step_inside(self, buckets: list[Bucket]) -> None:
         """Step buckets inside backward."""
@@ -593,50 +713,84 @@ class HostOptimizer:
         self._prefetch(self._next, self._placement.ahead)
 
     def _before_unit(self, unit: int) -> None:
-        """A part of the model is about to be used: have its parameters ready."""
-        if self._next is None or self._backward_is_last is not None:
-            return  # nothing is under way, or this is a recomputation
-        self._check_whole()
-        # Weights that are away are asked for when they are fetched.
+        """Make the parameters of a part of the model ready, right before it runs."""
+        if self._backward_is_last is not None:
+            return  # this is a recomputation
+        # Offloaded weights are made ready when they are fetched.
         parameters = [
             trained
             for leaf in self._first_use.parameters_of(unit)
             if (trained := self._by_leaf.get(leaf)) is not None and trained.away is None
         ]
-        self._advance(max((self._order.stop.get(t, 0) for t in parameters), default=0))
+        self._go_on_to(parameters, returns=True)
+        leaves = [trained.leaf for trained in parameters]
+        if self._looks and not is_compiled(self._first_use.module_of(unit)):
+            self._begun.look_at_forward(leaves)
+        else:
+            self._begun.forward(leaves)
+
+    def _have_stepped(self, leaves: Collection[Tensor]) -> None:
+        """Complete the steps of some parameters, and of those before them in order."""
+        self._go_on_to([self._by_leaf[leaf] for leaf in leaves if leaf in self._by_leaf])
+
+    def _go_on_to(self, parameters: Collection[Trained], *, returns: bool = False) -> None:
+        """Continue the step up to and including these parameters.
+
+        With `returns`, also begin to copy back all that the host's cores have stepped.
+        """
+        with self._at_work():
+            if self._next is None:
+                return
+            self._check_whole()
+            self._advance(max((self._order.stop.get(t, 0) for t in parameters), default=0))
+            # Streamed buckets are needed first: the link is free for the host's share after them.
+            if returns and self._next + self._placement.ahead >= len(self._order.streamed):
+                with self._or_dirty():
+                    self._host.return_done()
+            self._finish_on_host(self._buckets_on_host(parameters))
+
+    def _buckets_on_host(self, some: Collection[Trained]) -> list[Bucket]:
+        return [
+            bucket
+            for trained in some
+            if trained in self._order.host_stepped
+            for bucket in self._order.buckets_of[trained]
+        ]
+
+    def _finish_on_host(self, buckets: Collection[Bucket]) -> None:
+        """Wait for the new weights of buckets that the host's cores step."""
         with self._or_dirty():
-            # What is streamed is needed first: the way in is free for the host's share after it.
-            if self._next + self._placement.ahead >= len(self._order.streamed):
-                self._host.return_done()
-            self._host.finish(
-                bucket
-                for trained in parameters
-                if trained in self._order.host_stepped
-                for bucket in self._order.buckets_of[trained]
-            )
+            self._host.finish(buckets)
+        self._note_stepped(buckets)
+
+    def _note_stepped(self, buckets: Collection[Bucket]) -> None:
+        last = (piece.trained for bucket in buckets for piece in bucket.pieces if piece.is_last)
+        self._begun.stepped(trained.leaf for trained in last if trained.away is None)
+
+    def _may_have_changed(self, leaf: Tensor, in_forward: bool) -> None:
+        self._host.may_have_changed(self._by_leaf[leaf], always=in_forward)
+
+    def _begun_leaves(self) -> list[Tensor]:
+        """The parameters that are not stepped yet, except offloaded ones."""
+        return [trained.leaf for trained in self._not_stepped_yet() if trained.away is None]
 
     def _may_read(self, leaves: Sequence[Tensor], now: bool) -> bool:
-        """A block's weights are about to be read: have them stepped, if that can be done now."""
+        """Whether a block's weights may be read; steps them first, if that can be done now."""
         trained = [self._by_leaf[leaf] for leaf in leaves if leaf in self._by_leaf]
         if self._backward_is_last is not None:
-            # What this backward is done with is fetched for the next forward, once it is stepped.
+            # Weights with complete gradients are fetched for the next forward, once stepped.
             return not any(t in self._complete and self._is_to_step(t) for t in trained)
-        if self._next is None:
+        with self._at_work():
+            if self._next is None:
+                return True
+            self._check_whole()
+            on_host = self._buckets_on_host(trained)
+            stop = max((self._order.stop.get(t, 0) for t in trained), default=0)
+            if not now and (stop > self._next or not self._host.are_done(on_host)):
+                return False  # weights that the GPU steps are put in place when the block runs
+            self._advance(stop)
+            self._finish_on_host(on_host)
             return True
-        self._check_whole()
-        on_host = [
-            bucket
-            for t in trained
-            if t in self._order.host_stepped
-            for bucket in self._order.buckets_of[t]
-        ]
-        stop = max((self._order.stop.get(t, 0) for t in trained), default=0)
-        if not now and (stop > self._next or not self._host.are_done(on_host)):
-            return False  # what the GPU steps is put in place when the block runs
-        self._advance(stop)
-        with self._or_dirty():
-            self._host.finish(on_host)
-        return True
 
     def _is_to_step(self, trained: Trained) -> bool:
         return self.defers or any(b in self._missing for b in self._order.buckets_of[trained])
@@ -645,8 +799,7 @@ class HostOptimizer:
         if self._next is None:
             return
         self._advance(len(self._order.streamed))
-        with self._or_dirty():
-            self._host.finish(self._order.on_host)
+        self._finish_on_host(self._order.on_host)
         if self._sent_coefficient is not None:
             self._sent_coefficient[1].wait()
         self._pending, self._pending_coefficient = {}, None
@@ -661,12 +814,13 @@ class HostOptimizer:
             with self._or_dirty(), torch.autocast(self._device_type, enabled=False):
                 self._streamed.step(bucket, self._pending, self._groups, self._pending_coefficient)
             self._used(bucket, self._pending)
+            self._note_stepped([bucket])
             self._next += 1
             self._streamed.release(self._early)
             self._prefetch(self._next, self._placement.ahead)
 
     def _prefetch(self, start: int, count: int) -> None:
-        """Have the next buckets come in; their gradients too, once a step has begun."""
+        """Fetch the next buckets; their gradients too, once a step has begun."""
         for bucket in self._order.streamed[start : start + max(count, 0)]:
             self._streamed.fetch(bucket)
             if self._next is not None:
@@ -689,7 +843,7 @@ class HostOptimizer:
     def _coefficient(self) -> Tensor | None:
         if self._clip_norm is None:
             return None
-        # In the order in which the optimizer has them, as they would be clipped.
+        # In the optimizer's order, in which plain clipping would take them.
         norms = [
             (norm, trained.owned.dtype)
             for trained in self._trained
@@ -707,20 +861,20 @@ class HostOptimizer:
         return self._sent_coefficient
 
     def _unscale(self, gradient: Tensor) -> None:
-        """As the scaler does, one gradient at a time."""
-        assert self._scaler is not None and self._scaler._scale is not None
+        """Unscale one gradient, as the scaler does."""
+        assert self._scaler is not None
+        scale = scale_of(self._scaler)
+        assert scale is not None
         if self._found_inf is None:
             self._found_inf = torch.zeros((), dtype=torch.float32, device=gradient.device)
-            self._inverse_scale = self._scaler._scale.double().reciprocal().float()
+            self._inverse_scale = scale.double().reciprocal().float()
         assert self._inverse_scale is not None
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            [gradient], self._found_inf, self._inverse_scale
-        )
+        foreach_unscale_([gradient], self._found_inf, self._inverse_scale)
 
     def _skips(self) -> bool:
-        """Whether a gradient overflowed; the scaler learns of it."""
+        """Whether a gradient overflowed; updates the scaler accordingly."""
         assert self._scaler is not None and self._found_inf is not None
-        record = self._scaler._per_optimizer_states[id(self._optimizer)]
+        record = states_of(self._scaler)[id(self._optimizer)]
         record["found_inf_per_device"] = {self._found_inf.device: self._found_inf}
         overflowed = bool(self._found_inf.item())
         self._scaler.update()
@@ -735,7 +889,7 @@ class HostOptimizer:
     # -- state dicts ------------------------------------------------------------------------------
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """State is loaded by hand: PyTorch would bring all of it to the GPU first."""
+        """Hold the state back from PyTorch, which would move all of it to the GPU first."""
         self.settle()
         saved = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         places = {number: at for at, number in enumerate(saved)}
@@ -743,6 +897,11 @@ class HostOptimizer:
         return {**state_dict, "state": {}}
 
     def _after_load(self) -> None:
+        self._watch_state()  # PyTorch made a new dictionary
+        with self._at_work():
+            self._take_loaded()
+
+    def _take_loaded(self) -> None:
         loading, self._loading = self._loading, {}
         self._state.forget()
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -767,11 +926,11 @@ class HostOptimizer:
         if name == "step":
             return value.clone()
         if value.dim() and trained is not None and trained in (self._disk or ()):
-            return value.to(parameter.dtype)  # from where it is to the disk
+            return value.to(parameter.dtype)  # written to the disk from where it is
         if trained in self._staying:
             return value.to(device=trained.leaf.device, dtype=parameter.dtype, copy=True)
         if value.dim() and trained is not None:
-            # It lies as its parameter does, which has another shape where it is a part of state.
+            # With the parameter's memory layout, unless this state has a shape of its own.
             like = trained.like if trained.like.shape == value.shape else value
             here = host_tensor(self._link, like, parameter.dtype)
             here.copy_(value)
@@ -786,7 +945,7 @@ class HostOptimizer:
         return self._trained[0].leaf.device.type
 
     def _freeze_groups(self) -> None:
-        """The hyper-parameters of this step, whatever a scheduler does before it is complete."""
+        """Freeze this step's hyperparameters: a scheduler may change them before it is complete."""
         self._groups = frozen_groups(self._optimizer)
         if self._order.on_host:
             self._host_groups = frozen_groups(self._optimizer, on_host=True)
@@ -801,7 +960,7 @@ class HostOptimizer:
 
     def _check_whole(self) -> None:
         if self.dirty:
-            raise BadInput(
+            raise StepBroken(
                 "an optimizer step broke off halfway: weights and state are partly those of the "
                 "next step; load a checkpoint, or undo and go on with what there is"
             )
@@ -827,7 +986,7 @@ class HostOptimizer:
             )
 
     def _check_groups(self) -> None:
-        """Whatever the optimizer would step is known here."""
+        """Raise if the optimizer would step a parameter that is not known here."""
         at = {t.owned: t.group for t in self._trained}
         for number, group in enumerate(self._optimizer.param_groups):
             for owned in group["params"]:
@@ -841,15 +1000,14 @@ class HostOptimizer:
                     )
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def _check(
     optimizer: torch.optim.Optimizer, masters: RoundedMasters | None, placement: HostPlacement
 ) -> None:
-    check_per_parameter(optimizer, "the optimizer on the host")
-    if foreign_step_hooks(optimizer, masters):
-        raise BadInput(
-            "the optimizer's step has hooks, which would not run with its state on the host: "
-            "remove them, or leave the optimizer on the GPU"
-        )
+    check_per_parameter(optimizer, "the optimizer on the host", masters)
     if has_low_bit_state(optimizer):
         raise BadInput("state in 8 bits cannot go to the host: choose one or the other")
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -859,6 +1017,18 @@ def _check(
             raise BadInput(f"a share is between 0 and 1, not {share}")
     if placement.bucket <= 0 or placement.ahead < 1:
         raise BadInput("buckets have a size, and at least one comes ahead of the one in use")
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse parameters that cannot be offloaded, before anything was moved or stepped."""
+    if sparse := sparse_gradient(model):
+        raise BadInput(f"{sparse}: use sparse=False, or leave the optimizer on the GPU")
+    for path, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter) and parameter.requires_grad:
+            raise BadInput(
+                f"{path} is a {type(parameter.data).__name__}, which is made of other tensors:"
+                " leave the optimizer on the GPU"
+            )
 
 
 def _find_trained(
@@ -890,11 +1060,11 @@ def _find_trained(
 
 
 def _staying(trained: Sequence[Trained], share: float) -> set[Trained]:
-    """The first ones, up to this share of all elements, and those that have hardly any.
+    """The first parameters, up to this share of all elements, and the tiniest ones.
 
-    The first are mostly those that forward uses first: backward completes them last, when nothing
-    is left to compute beside which their state could come. Where weights are away, all of a block
-    comes and goes, or is the host's.
+    The first are mostly those that forward uses first: backward completes them last, when no
+    computation is left to overlap with fetching their state. Offloaded weights do not count as
+    tiny: all of a block is streamed, or stepped by the host.
     """
     total = sum(one.leaf.numel() for one in trained)
     little = (one for one in trained if one.leaf.numel() <= LITTLE * total)
@@ -909,12 +1079,12 @@ def _staying(trained: Sequence[Trained], share: float) -> set[Trained]:
 
 
 def _open_disk(
-    open_slots: OpenSlots | None,
+    open_store: OpenStore | None,
     optimizer: torch.optim.Optimizer,
     trained: Sequence[Trained],
     placement: HostPlacement,
 ) -> DiskState | None:
-    """Room on the disk for what goes there of its share."""
+    """Open the disk space for the state and masters in `disk_share`; None if there are none."""
     chosen = choose_for_disk(trained, placement.disk_share)
     if not chosen:
         return None
@@ -923,10 +1093,10 @@ def _open_disk(
             f"the state of {type(optimizer).__name__} is not in pieces as its parameters are, and "
             "cannot go to the disk: keep it in host memory"
         )
-    assert open_slots is not None, "there is no disk to put state on"
+    assert open_store is not None, "there is no disk to put state on"
     made = _made_states(optimizer)
     return open_disk_state(
-        open_slots,
+        open_store,
         chosen,
         lambda one: made(one.group, one.owned.dtype),
         bucket=placement.bucket,
@@ -935,17 +1105,17 @@ def _open_disk(
 
 
 def _open_disk_gradients(
-    open_slots: OpenSlots | None, trained: Sequence[Trained], placement: HostPlacement
+    open_store: OpenStore | None, trained: Sequence[Trained], placement: HostPlacement
 ) -> DiskGradients | None:
-    """Room on the disk for gradients that leave."""
+    """Open the disk space for offloaded gradients; None if there are none."""
     if not placement.gradients_to_disk or placement.keep_gradients is None:
         return None
-    assert open_slots is not None, "there is no disk to put gradients on"
-    return open_disk_gradients(open_slots, trained, bucket=placement.bucket, ahead=placement.ahead)
+    assert open_store is not None, "there is no disk to put gradients on"
+    return open_disk_gradients(open_store, trained, bucket=placement.bucket, ahead=placement.ahead)
 
 
 def _made_states(optimizer: torch.optim.Optimizer) -> Callable[[int, torch.dtype], State]:
-    """What state the first step makes, by group and type: tried out on something tiny."""
+    """A function from group and dtype to the state a first step makes, tried on a tiny tensor."""
     twin = OptimizerTwin(optimizer, on_host=True)
     groups = frozen_groups(optimizer, on_host=True)
 

@@ -1,9 +1,9 @@
 """Numbers that a forward reads on the host, as `if mask.all():` does.
 
-Reading waits for the card, which nothing may do while it captures. Many of these numbers are always
-the same: transformers asks whether the positions it just counted are consecutive. Those are read
-once, in a forward of their own, and told again in the capture. A number that comes from the batch
-or from a weight may be another one next time: a forward that reads one cannot be captured.
+Reading waits for the GPU, which is forbidden during a capture. Many of these numbers are always the
+same: transformers checks whether the positions it just counted are consecutive. Those are read
+once, in a separate forward, and replayed in the capture. A number that depends on the batch or on a
+weight may change, so a forward that reads one cannot be captured.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from oomph.errors import OomphError
+from oomph.torch_compat.dispatch import TorchDispatchMode
+from oomph.torch_compat.pytree import tree_leaves
+from oomph.torch_compat.storages import cdata_of
 
-#: Methods of a tensor that give its number to Python.
+#: Tensor methods that return its value to Python.
 _READS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 
 
@@ -30,14 +31,14 @@ class ReadsData(OomphError):
 
 
 class HostReads:
-    """The constants that a forward reads, in their order."""
+    """The constants that a forward reads, in order."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
 
     @classmethod
     def of(cls, forward: Callable[[], Any], varying: Sequence[Tensor]) -> HostReads:
-        """Run `forward` and note what it reads; `ReadsData` if that depends on `varying`."""
+        """Run `forward` and record its reads; raises `ReadsData` if one depends on `varying`."""
         reads = cls()
         derived = _Derived(varying)
 
@@ -53,7 +54,7 @@ class HostReads:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """While active, reading gives what was noted, and nothing waits for the card."""
+        """While active, reads return the recorded values and do not wait for the GPU."""
         left = iter(self._values)
 
         def tell(method: Callable[[Tensor], Any], tensor: Tensor) -> Any:
@@ -69,7 +70,7 @@ class HostReads:
 
 
 class _Derived(TorchDispatchMode):
-    """Knows which tensors were computed from given ones."""
+    """Tracks which tensors were computed from given ones."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
@@ -78,13 +79,13 @@ class _Derived(TorchDispatchMode):
             self._add(tensor)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is one of those that are known."""
-        return tensor.untyped_storage()._cdata in self._storages
+        """Whether the tensor's storage is tracked."""
+        return cdata_of(tensor.untyped_storage()) in self._storages
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        # Forgotten when it is freed: another storage may then have its number.
+        key = cdata_of(storage)
+        # Forgotten when freed: a new storage may reuse the key.
         forget = functools.partial(self._forget, key)
         self._storages[key] = weakref.ref(storage, forget)
 
@@ -102,7 +103,7 @@ class _Derived(TorchDispatchMode):
 
 @contextlib.contextmanager
 def reading_by(read: Callable[[Callable[[Tensor], Any], Tensor], Any]) -> Iterator[None]:
-    """While active, reading a tensor's number is `read(the method, the tensor)`."""
+    """While active, reading a tensor's value calls `read(method, tensor)`."""
     inside = False
 
     def replacement(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

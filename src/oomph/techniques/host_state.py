@@ -1,11 +1,12 @@
-"""An optimizer's state in host memory, while the optimizer's own `state` shows it.
+"""An optimizer's state in host memory, shown through the optimizer's own `state`.
 
-Tensors go to the host, whole parameters at a time; scalars such as step counters stay where they
-are. What is stepped in pieces has one whole tensor on the host all the same, as a state dict has.
+State tensors are offloaded to the host, a whole parameter at a time; scalars such as step counters
+stay where they are. A parameter that is stepped in pieces still has whole tensors on the host, as
+in a state dict.
 
-Some of it may be on the disk instead (`DiskState`), where masters come and go with it. The
-optimizer shows a stand-in for that, and the numbers only from `show` to `hide`. And that of some
-parameters may stay on the GPU, where the plain optimizer has it.
+Some state may be on the disk instead (`DiskState`), where masters are fetched and written with it.
+The optimizer shows stand-ins for it, and its values only between `show` and `hide`. The state of
+some parameters may stay on the GPU, where the plain optimizer has it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy, Link
+from oomph.memory.link import Copy, Link
 from oomph.techniques.disk_state import DiskState, is_kept
 from oomph.techniques.host_tensors import brought_home, gpu_like, host_tensor, to_host_now
 from oomph.techniques.optimizer_twin import State
 from oomph.techniques.step_buckets import Piece, Trained, whole
+from oomph.torch_compat.storages import cdata_of
+from oomph.torch_compat.tensors import version_of
 
 
 class HostState:
@@ -36,20 +39,20 @@ class HostState:
         self._optimizer = optimizer
         self._disk = disk
         self._staying = staying
-        #: What the optimizer shows of parameters whose state is on the disk, and its versions.
+        #: Shown values of parameters whose state is on the disk, with their versions when loaded.
         self._shown: dict[Trained, dict[str, tuple[Tensor, int]]] = {}
-        #: Parameters whose state is all there, and pieces of others that were stepped.
+        #: Parameters whose state is complete, and stepped pieces of the others.
         self._complete: set[Trained] = set()
         self._stepped: set[Piece] = set()
-        #: Those of which something is on the host.
+        #: Parameters with offloaded state.
         self._moved: set[Trained] = set()
-        #: Room for state that the first step will make.
+        #: Memory reserved for state that the first step will make.
         self._reserved: dict[tuple[Trained, str], Tensor] = {}
 
     def reserve(self, trained: Trained, made: State) -> None:
-        """Take host memory for a parameter's state before there is any; `made` is that of another.
+        """Reserve host memory for a parameter's future state, modelled on the sample state `made`.
 
-        Where it runs out, it does so before anything was stepped.
+        If host memory runs out, it does so before anything was stepped.
         """
         if self._is_on_disk(trained) or trained in self._staying:
             return
@@ -60,7 +63,7 @@ class HostState:
                     self._reserved[trained, name] = room
 
     def make(self, trained: Trained, made: State) -> None:
-        """Have state of a parameter as another's first step made it, whatever is in it."""
+        """Create a parameter's state, modelled on the sample `made`, with undefined values."""
         like = {
             name: torch.empty_like(trained.like, dtype=value.dtype, device="meta")
             if is_kept(value)
@@ -70,7 +73,7 @@ class HostState:
         self.store(whole(trained), like)
 
     def forget(self) -> None:
-        """No parameter has state any more, or another one than so far."""
+        """Forget all bookkeeping: the optimizer's state was dropped or replaced."""
         self._reserved.clear()
         self._complete.clear()
         self._stepped.clear()
@@ -78,7 +81,7 @@ class HostState:
         self._shown.clear()
 
     def move_out(self, trained: Trained) -> None:
-        """Take what state there is of a parameter to the host."""
+        """Offload the existing state of a parameter."""
         state = self._optimizer.state.get(trained.owned)
         if not state:
             return
@@ -88,13 +91,13 @@ class HostState:
         for name, value in state.items():
             if is_kept(value):
                 state[name] = to_host_now(self._link, value)
-                self._moved.add(trained)  # each by itself: the next one may find no room
+                self._moved.add(trained)  # after each tensor: the next one may run out of memory
         self._complete.add(trained)
 
     def adopt(self, trained: Trained) -> None:
-        """The state that the optimizer has of a parameter is on the host already.
+        """Take over a parameter's state that the optimizer already has on the host.
 
-        If it belongs on the disk or on the GPU it goes there from wherever it is.
+        State that belongs on the disk or on the GPU is moved there from wherever it is.
         """
         if trained in self._staying:
             state = self._optimizer.state[trained.owned]
@@ -107,7 +110,7 @@ class HostState:
         self._moved.add(trained)
 
     def move_in(self, trained: Trained, home: torch.device) -> None:
-        """Bring it back to where it was."""
+        """Move a parameter's state back to `home`."""
         if trained not in self._moved:
             return
         state = self._optimizer.state[trained.owned]
@@ -123,74 +126,75 @@ class HostState:
                 state[name] = brought_home(self._link, value, home, trained.leaf.device)
 
     def has(self, piece: Piece) -> bool:
-        """Whether this piece was stepped before, or came with state."""
+        """Whether this piece has state, because it was stepped or came with state."""
         return piece.trained in self._complete or piece in self._stepped
 
     def tensors(self, piece: Piece) -> dict[str, Tensor]:
-        """This piece of what is in host memory; nothing before its first step."""
+        """This piece of the state tensors in host memory; nothing before its first step."""
         trained = piece.trained
         if not self.has(piece) or self._is_on_disk(trained) or trained in self._staying:
             return {}
         return {name: piece.of(v) for name, v in self._state(piece).items() if is_kept(v)}
 
     def room_from_disk(self, piece: Piece, device: torch.device) -> dict[str, Tensor]:
-        """Memory on the GPU for this piece of what is on the disk: of state, and of a master."""
+        """GPU memory for this piece of the state and master that are on the disk."""
         if self._disk is None or piece.trained not in self._disk:
             return {}
         return self._disk.room(piece, device, self._names_on_disk(piece))
 
     def from_disk(self, piece: Piece, room: Mapping[str, Tensor]) -> list[Copy]:
-        """Begin to bring it there."""
+        """Begin to fetch this piece from the disk into `room`."""
         return self._disk.fetch(piece, room) if self._disk is not None else []
 
     def to_disk(self, piece: Piece, tensors: Mapping[str, Tensor]) -> list[Copy]:
-        """Begin to take what belongs there of these to the disk, which is nothing or all it has."""
+        """Begin to write all of a piece's state and master to the disk, if they belong there."""
         if self._disk is None or piece.trained not in self._disk:
             return []
         names = self._disk.names(piece.trained)
         return self._disk.send(piece, {name: tensors[name] for name in names})
 
     def announce(self, pieces: Iterable[Piece]) -> None:
-        """Say which pieces will be brought next, in this order."""
+        """Announce which pieces will be fetched next, in this order."""
         if self._disk is not None:
             self._disk.announce((piece, self._names_on_disk(piece)) for piece in pieces)
 
     def show(self) -> None:
-        """Have the numbers that are on the disk in host memory, for whoever reads the state."""
+        """Load the state that is on the disk into host memory, for reading."""
         for trained in self._not_shown():
             assert self._disk is not None
             names = self._disk.state_names(trained)
             numbers = self._disk.read(trained, torch.device("cpu"), names)
             self._optimizer.state[trained.owned].update(numbers)
-            self._shown[trained] = {name: (t, t._version) for name, t in numbers.items()}
+            self._shown[trained] = {name: (t, version_of(t)) for name, t in numbers.items()}
 
     @property
     def hidden_bytes(self) -> int:
-        """Host memory that `show` takes."""
+        """Bytes of host memory that `show` takes."""
         if self._disk is None:
             return 0
         return sum(self._disk.nbytes(t, self._disk.state_names(t)) for t in self._not_shown())
 
     def hide(self) -> None:
-        """Forget what `show` brought; what somebody wrote to it goes to the disk."""
+        """Drop what `show` loaded; changed values are written back to the disk."""
         for trained in list(self._shown):
             self._write_back(trained)
             self._hide(trained)
 
     def finish(self) -> None:
-        """Wait until all that belongs on the disk is there; raises what went wrong."""
+        """Wait for all writes to the disk; raises the error of a failed one."""
         if self._disk is not None:
             self._disk.finish()
 
     def close(self) -> None:
-        """Give the room on the disk back."""
+        """Release the disk space."""
         if self._disk is not None:
             self._disk.close()
 
     def resident(self, piece: Piece) -> State:
-        """What does not come and go: scalars, and what stays. Nothing before its first step.
+        """The state that is not streamed: scalars, and state that stays on the GPU.
 
-        All pieces but the last have copies of scalars, so that these count once.
+        Empty before the piece's first step. All pieces but the last get copies of scalars, so that
+        a step counter is incremented only once.
         """
         if not self.has(piece):
             return {}
@@ -204,7 +208,7 @@ class HostState:
         return found
 
     def store(self, piece: Piece, state: State) -> dict[str, Tensor]:
-        """Note that a piece was stepped; where in host memory its state's tensors belong."""
+        """Note that a piece was stepped; returns the host tensors to copy its state into."""
         kept: State = self._optimizer.state[piece.trained.owned]
         on_disk = self._is_on_disk(piece.trained)
         for name, value in state.items():
@@ -228,14 +232,14 @@ class HostState:
         return {name: piece.of(kept[name]) for name, value in state.items() if is_kept(value)}
 
     def _keep(self, piece: Piece, kept: State, name: str, value: Tensor) -> None:
-        """Have a piece of state that stays in its place on the GPU, if it was not stepped there."""
+        """Store a piece of state that stays on the GPU, unless it was stepped in place."""
         device = piece.trained.leaf.device
         if not isinstance(kept.get(name), Tensor):
             if piece.is_whole and value.device == device:
                 kept[name] = value
                 return
             kept[name] = gpu_like(piece.trained.like, device, value.dtype)
-        elsewhere = value.untyped_storage()._cdata != kept[name].untyped_storage()._cdata
+        elsewhere = cdata_of(value.untyped_storage()) != cdata_of(kept[name].untyped_storage())
         if elsewhere and value.device == device:
             piece.of(kept[name]).copy_(value)
 
@@ -250,7 +254,7 @@ class HostState:
         return self._disk is not None and trained in self._disk
 
     def _not_shown(self) -> list[Trained]:
-        """Those whose state is all on the disk."""
+        """Parameters whose state is complete, on the disk and not shown."""
         return [t for t in self._complete if self._is_on_disk(t) and t not in self._shown]
 
     def _names_on_disk(self, piece: Piece) -> list[str]:
@@ -263,7 +267,7 @@ class HostState:
         state = self._optimizer.state.get(trained.owned)
         if shown is None or state is None:
             return
-        if any(state[n] is not t or t._version != version for n, (t, version) in shown.items()):
+        if any(state[n] is not t or version_of(t) != version for n, (t, version) in shown.items()):
             self._write(trained)
 
     def _write(self, trained: Trained) -> None:

@@ -1,11 +1,11 @@
-"""Steps by the host's cores: gradients are there already, weights come back when they are done.
+"""Optimizer steps on the host's cores: gradients are offloaded before, new weights sent back after.
 
-The host steps its own copy of the weights, or the masters, with a twin of the optimizer. It runs
-beside the thread that trains; an error in it is raised by whoever next waits for the weights.
+The host steps its own copy of the weights, or the masters, with a twin of the optimizer. It runs in
+a thread beside training; an error in it is raised when training next waits for the weights.
 
-Memory is what it waits for, and the copies of a step read and write the same memory. A gradient
-that is scaled or converted first is taken a little at a time, so that what becomes of it stays in
-the cores' caches until it is stepped.
+The step is bound by memory bandwidth, which it shares with the copies to and from the GPU. A
+gradient that must be scaled or converted first is processed in small parts, so that the result
+stays in the cores' caches until it is stepped.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oomph.host.link import Copy, HostWork
+from oomph.memory.link import Copy, HostWork
 from oomph.techniques.host_tensors import host_tensor
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin, is_elementwise
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
 from oomph.techniques.step_parts import StepParts
+from oomph.techniques.watched_tensors import aliases, own_work
+from oomph.torch_compat.storages import cdata_of
+from oomph.torch_compat.tensors import version_of
 
-#: Numbers that a step of AdamW reads and writes of a parameter.
+#: Values that a step of AdamW reads and writes per element.
 STEPPED = 7
-#: The same for a gradient that is scaled or converted before, most of which stays in caches: with
+#: The extra for a gradient that is scaled or converted first, most of which stays in caches. With
 #: 30 and 40 % of 3 B parameters stepped by the host, clipped steps beside an H200 took 0.938 and
-#: 1.018 s, and 0.948 and 1.024 by this.
+#: 1.018 s; this constant predicts 0.948 and 1.024.
 MADE = 1
-#: Bytes at whose multiples a converted gradient begins: whole numbers of any type, and of vectors.
+#: Alignment of converted gradients in bytes, for any dtype and for vector instructions.
 _ALIGNED = 64
 #: Bytes of gradients that a core scales or converts at a time: about half of a fast cache.
 _IN_CACHE = 1 << 20
@@ -40,35 +43,39 @@ _IN_CACHE = 1 << 20
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Turn:
-    """A bucket that the host was given."""
+    """A bucket that the host is to step."""
 
     pieces: list[Piece]
     work: HostWork
     after: list[Copy]
-    """What the work waits for."""
+    """The copies that the work waits for."""
     back: Copy | None = None
-    """Of the weights to the GPU, once begun."""
+    """The copy of the new weights to the GPU, once begun."""
 
 
 class HostStep:
-    """Steps buckets on the host; weights that are there anyway are stepped in place."""
+    """Steps buckets on the host; offloaded weights are stepped in place."""
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self._link = parts.link
         self._twin = OptimizerTwin(parts.optimizer, on_host=True)
-        #: What goes back to the GPU: the host's weights, or what its masters round to.
+        #: The tensors copied back to the GPU: the host's weights, or its rounded masters.
         self._weights: dict[Trained, Tensor] = {}
-        #: The version that a parameter had when the host's copy was made or sent back.
-        self._versions: dict[Trained, int] = {}
+        #: A parameter's version and storage when the host's copy was made or sent back.
+        self._versions: dict[Trained, tuple[int, int]] = {}
         self._turns: dict[Bucket, _Turn] = {}
+        #: Parameters with a piece under way, for which the host's copy is the newer one.
+        self._begun: set[Trained] = set()
+        #: Parameters that their module's forward writes to.
+        self._written: set[Trained] = set()
         self._scratch = _Scratch()
         self._may_cut = is_elementwise(parts.optimizer)
-        #: The same parts each time: state remembers which it has.
+        #: Reused in every step, because the state remembers which pieces were stepped.
         self._cuts: dict[Piece, tuple[Piece, ...]] = {}
 
     def make_room(self, trained: Trained) -> None:
-        """Take the host memory that a parameter needs."""
+        """Allocate the host memory that a parameter needs."""
         away = trained.away
         self._weights[trained] = host_tensor(self._link, trained.leaf) if away is None else away
 
@@ -79,13 +86,14 @@ class HostStep:
         groups: Sequence[Group],
         coefficient: tuple[Tensor, Copy] | None,
     ) -> None:
-        """Have a bucket stepped, by those of its gradients that are on the host."""
+        """Begin to step those pieces of a bucket whose gradients are on the host."""
         pieces = [piece for piece in bucket.pieces if piece.trained in gradients]
         if not pieces:
             return
         slots = {piece.trained: gradients.slot(piece.trained) for piece in pieces}
         after = [copy for _, copy in slots.values()]
         after += [copy for trained in slots for copy in self._before_work(trained)]
+        self._begun.update(slots)
         if coefficient is not None:
             after.append(coefficient[1])
         work = functools.partial(
@@ -105,17 +113,17 @@ class HostStep:
                 self._parts.weights.written(trained.leaf, [begun])
 
     def return_done(self) -> None:
-        """Begin to bring back what is stepped by now."""
+        """Begin to copy back the buckets that are stepped by now."""
         for turn in self._turns.values():
             if turn.back is None and turn.work.is_done():
                 self._return(turn)
 
     def are_done(self, buckets: Iterable[Bucket]) -> bool:
-        """Whether nobody would have to wait for the host's work on these."""
+        """Whether the host's work on these buckets is done."""
         return all(self._turns[b].work.is_done() for b in buckets if b in self._turns)
 
     def finish(self, buckets: Iterable[Bucket]) -> None:
-        """Have the new weights of buckets on the GPU before whatever comes next."""
+        """Have the new weights of buckets on the GPU before any later GPU work."""
         turns = [self._turns[bucket] for bucket in buckets if bucket in self._turns]
         for turn in turns:
             if turn.back is None:
@@ -124,26 +132,41 @@ class HostStep:
             assert turn.back is not None
             turn.back.wait()
             for trained in {piece.trained for piece in turn.pieces}:
-                self._versions[trained] = trained.leaf._version
+                self._begun.discard(trained)
+                self._versions[trained] = _version_of(trained.leaf)
                 if trained.has_master:
                     self._parts.rounded(trained.owned)
         self._turns = {bucket: t for bucket, t in self._turns.items() if t not in turns}
 
+    def may_have_changed(self, trained: Trained, *, always: bool) -> None:
+        """Copy a parameter to the host again before its step: it may have had an uncounted write.
+
+        With `always` (its module's forward writes to it), before every step.
+        """
+        self._versions.pop(trained, None)
+        if always:
+            self._written.add(trained)
+
     @property
     def under_way(self) -> list[Bucket]:
-        """The buckets whose new weights nobody waited for yet."""
+        """The buckets whose new weights have not been waited for yet."""
         return list(self._turns)
 
-    def close(self) -> None:
-        """Wait for what is under way, forget it and give the host memory back."""
+    def forget(self) -> None:
+        """Wait for all work under way and drop it; weights are copied again before their step."""
         for turn in self._turns.values():
-            with contextlib.suppress(Exception):  # whoever closes it knows that something failed
+            with contextlib.suppress(Exception):  # the caller knows that something failed
                 turn.work.finish()
             if turn.back is not None:
                 turn.back.wait()
         self._turns.clear()
-        self._weights.clear()
         self._versions.clear()
+        self._begun.clear()
+
+    def close(self) -> None:
+        """Wait for all work under way, drop it and free the host memory."""
+        self.forget()
+        self._weights.clear()
         self._cuts.clear()
         self._scratch = _Scratch()
 
@@ -159,16 +182,20 @@ class HostStep:
         )
 
     def _before_work(self, trained: Trained) -> list[Copy]:
-        """What must be done before a parameter is stepped.
+        """The copies to wait for before a parameter is stepped.
 
-        A parameter that somebody else wrote to, or that was not copied yet, is copied.
+        A parameter that was not copied yet, or was written to elsewhere since, is copied here.
         """
         if trained.away is not None:
             assert self._parts.weights is not None
             return self._parts.weights.before_write(trained.leaf)
-        if trained.has_master or self._versions.get(trained) == trained.leaf._version:
+        version = _version_of(trained.leaf)
+        # Writes through tensors that share its memory are not counted.
+        known = self._versions.get(trained) == version and not aliases(trained.leaf)
+        known = known and trained not in self._written
+        if trained.has_master or known or trained in self._begun:
             return []
-        self._versions[trained] = trained.leaf._version
+        self._versions[trained] = version
         return [self._link.to_host(trained.leaf.detach(), self._weights[trained])]
 
     @torch.no_grad()
@@ -179,13 +206,23 @@ class HostStep:
         groups: Sequence[Group],
         coefficient: Tensor | None,
     ) -> None:
-        # A kernel takes tensors of a first step, or others, but not both.
+        with own_work():  # this thread must not trigger watches, which may wait for it
+            self._step_pieces(pieces, slots, groups, coefficient)
+
+    def _step_pieces(
+        self,
+        pieces: Sequence[Piece],
+        slots: Mapping[Trained, Tensor],
+        groups: Sequence[Group],
+        coefficient: Tensor | None,
+    ) -> None:
+        # A kernel cannot mix tensors at their first step with others.
         alike: dict[tuple[int, bool], list[Piece]] = {}
         for piece in pieces:
             is_first = not self._parts.state.has(piece)
             alike.setdefault((piece.trained.group, is_first), []).append(piece)
         for (group, is_first), own in alike.items():
-            # What a first step makes of state, it makes of whole pieces.
+            # A first step creates state for whole pieces.
             turns = [own] if is_first else self._turns_in_cache(own, slots, coefficient)
             for some in turns:
                 gradients = [piece.of(slots[piece.trained]) for piece in some]
@@ -194,7 +231,7 @@ class HostStep:
     def _turns_in_cache(
         self, pieces: Sequence[Piece], slots: Mapping[Trained, Tensor], coefficient: Tensor | None
     ) -> Iterator[list[Piece]]:
-        """These pieces, those whose gradients are scaled or converted in parts that caches hold."""
+        """Yield the pieces; those with gradients to scale or convert, in parts that fit caches."""
         if not self._may_cut:
             yield list(pieces)
             return
@@ -228,7 +265,7 @@ class HostStep:
         gradients: Sequence[Tensor],
         coefficient: Tensor | None,
     ) -> None:
-        """Step pieces of a group in one go: between kernels this thread waits for its turn."""
+        """Step pieces of a group in one call: between calls this thread would wait for the GIL."""
         state = self._parts.state
         stepped = [piece.apart(self._stepped_tensor(piece.trained)) for piece in pieces]
         gradients = self._scratch.made(gradients, [t.dtype for t in stepped], coefficient)
@@ -248,7 +285,7 @@ class HostStep:
     def _traffic(
         self, pieces: Sequence[Piece], slots: Mapping[Trained, tuple[Tensor, Copy]], scales: bool
     ) -> int:
-        """Bytes that the cores read and write, those in their caches too."""
+        """Bytes that the cores read and write, including those in their caches."""
         traffic = 0
         for piece in pieces:
             dtype = self._stepped_tensor(piece.trained).dtype
@@ -260,18 +297,22 @@ class HostStep:
         return self._parts.masters[trained] if trained.has_master else self._weights[trained]
 
 
+def _version_of(leaf: Tensor) -> tuple[int, int]:
+    return version_of(leaf), cdata_of(leaf.untyped_storage())
+
+
 class _Scratch:
-    """Memory for gradients as they are stepped: new memory would cost more than the step itself."""
+    """Reused memory for converted gradients: new memory would cost more than the step itself."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def made(
         self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], coefficient: Tensor | None
     ) -> list[Tensor]:
-        """Tensors in these types, multiplied, until the next call.
+        """The tensors, converted and multiplied; valid until the next call.
 
-        Where that is all and they are too large for caches, they are so themselves: no memory.
+        Tensors that only need multiplying and are too large for caches are multiplied in place.
         """
         pairs = list(zip(tensors, dtypes, strict=True))
         large = sum(tensor.numel() * dtype.itemsize for tensor, dtype in pairs) > _in_caches()
@@ -282,7 +323,7 @@ class _Scratch:
             size = tensor.numel() * dtype.itemsize if makes else 0
             begins.append(begins[-1] + math.ceil(size / _ALIGNED) * _ALIGNED)
         if begins[-1] > self._memory.numel():
-            self._memory = torch.empty(begins[-1], dtype=torch.uint8)
+            self._memory = torch.empty(begins[-1], dtype=torch.uint8, device="cpu")
         return [
             _filled(
                 self._memory[begin:end].view(dtype).as_strided(tensor.shape, tensor.stride())
@@ -298,7 +339,7 @@ class _Scratch:
 
 
 def _filled(room: Tensor, tensor: Tensor, coefficient: Tensor | None) -> Tensor:
-    """A tensor's numbers in `room`, or itself, multiplied as `clip_grad_norm_` would."""
+    """Copy a tensor into `room` (or use it in place), multiplied as `clip_grad_norm_` would."""
     if coefficient is None:
         return room.copy_(tensor) if room is not tensor else room
     if room.dtype == tensor.dtype:
@@ -307,5 +348,5 @@ def _filled(room: Tensor, tensor: Tensor, coefficient: Tensor | None) -> Tensor:
 
 
 def _in_caches() -> int:
-    """Bytes of gradients that all cores have in their caches."""
+    """Bytes of gradients that fit in the caches of all cores."""
     return _IN_CACHE * torch.get_num_threads()

@@ -1,8 +1,8 @@
 """Run one layer at a precision of its own, whatever surrounds it.
 
-What goes in and comes out has the type it would have without: a layer in bf16 inside an fp32 model
-gives fp32. Backward computes in what forward did. Autocast sees to that by itself, and so does
-recomputation, which asks for autocast's state; TF32 is a setting of the process, and is set again
+Inputs and outputs keep the types they would have otherwise: a layer in bf16 inside an fp32 model
+returns fp32. Backward computes in the precision of forward. Autocast ensures that by itself, and so
+does recompute, which restores autocast's state; TF32 is a process-wide setting, and is set again
 when backward enters the layer.
 """
 
@@ -15,26 +15,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from oomph.precision.ladder import Level
 from oomph.techniques.autocast import remember_tf32, use_tf32
 from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
+from oomph.techniques.number_formats import Level
 from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import Undo
+from oomph.torch_compat.pytree import tree_leaves, tree_map
 
 _HALF = (torch.bfloat16, torch.float16)
 _Forward = Callable[..., Any]
 
 
 class LayerPrecision:
-    """One layer that can be run at any level; between `apply` and its undo it is."""
+    """One layer that can run at any level; it does so between `apply` and its undo."""
 
     def __init__(self, module: nn.Module, device_type: str, *, cast_cache: bool = True) -> None:
         self._module = module
         self._device_type = device_type
         self._cast_cache = cast_cache
-        #: Made once: a compiled layer is compiled again for functions it has not seen.
+        #: Made once: a compiled layer would be recompiled for new functions.
         self._in_fp8: list[tuple[nn.Module, _Forward]] | None = None
 
     def apply(self, level: Level) -> Undo:
@@ -71,7 +71,7 @@ class LayerPrecision:
         if self._in_fp8 is None:
             self._in_fp8 = []
             for linear in filter(can_multiply_in_fp8, self._module.modules()):
-                undo = multiply_in_fp8(linear)  # type: ignore[arg-type]
+                undo = multiply_in_fp8(linear)
                 self._in_fp8.append((linear, linear.forward))
                 undo()
         return self._in_fp8
@@ -79,7 +79,7 @@ class LayerPrecision:
 
 @contextlib.contextmanager
 def tf32_settings_kept() -> Iterator[None]:
-    """Whatever is set inside, and by a backward that ends in the first layer, is put back."""
+    """Restore the TF32 settings at the end, even after a backward that ends in the first layer."""
     put_back = remember_tf32()
     try:
         yield
@@ -89,10 +89,10 @@ def tf32_settings_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fp32_products(level: Level, inputs: Any, outside: Undo) -> Iterator[Callable[[Any], None]]:
-    """Products in TF32 or not, here and in backward; gives what is to be told the outputs.
+    """Set TF32 on or off, here and in backward; yields a function to call with the outputs.
 
-    `outside` sets what is set outside of layers: a forward that is run again inside backward would
-    find what backward has set.
+    `outside` restores the settings outside of layers. They cannot be read here: a forward that is
+    recomputed inside backward would find the settings that backward made.
     """
     if level.autocast is not None:
         yield lambda out: None
@@ -109,7 +109,7 @@ def _fp32_products(level: Level, inputs: Any, outside: Undo) -> Iterator[Callabl
         for tensor in _with_gradients(out):
             tensor.register_hook(enter)
 
-    # Before forward: an input that is written to in place is another one afterwards.
+    # Before forward: an in-place write would give the input another place in the graph.
     for tensor in _with_gradients(inputs):
         if not tensor.is_leaf:
             tensor.register_hook(leave)
@@ -124,7 +124,7 @@ def _with_gradients(values: Any) -> list[Tensor]:
 
 
 def _to_fp32(value: Any) -> Any:
-    # Not a class of its own, as logits that are not there: it would have to be made.
+    # Not tensor subclasses such as lazy logits, which this would materialise.
     if type(value) is Tensor and value.dtype in _HALF:
         return value.float()
     return value

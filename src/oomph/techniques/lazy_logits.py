@@ -1,9 +1,8 @@
-"""Lazy logits: a tensor that knows its shape and dtype, and how to become numbers.
+"""Lazy logits: a tensor that knows its shape and dtype, and how to compute itself.
 
-A head that is chunked answers with it. What model code does to logits on the way to their loss is
-put off: it happens to the head's small input. `cross_entropy` then runs over chunks of rows
-(`softmax_grad`); whatever else is done computes the logits, once, and goes on with an ordinary
-tensor.
+A head with a chunked loss returns lazy logits. What model code does to them on the way to the loss
+is deferred: it is applied to the head's small input. `cross_entropy` then runs over chunks of rows
+(`softmax_grad`). Any other use computes the logits, once, and goes on with an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -19,32 +18,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map
 
 from oomph.errors import BadInput, OomphError
 from oomph.techniques.softmax_grad import LossOptions, chunked_cross_entropy, wide_dtype
+from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
+from oomph.torch_compat.function_modes import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    parse_to,
+)
+from oomph.torch_compat.operators import schema_of
+from oomph.torch_compat.pytree import tree_map
+from oomph.torch_compat.tensors import TensorBase, make_wrapper_subclass, version_of
 
 
 class StaleLogits(OomphError):
-    """Lazy logits are wanted after what they are made of has changed."""
+    """Lazy logits are used after the tensors they are computed from have changed."""
 
 
 class Chunking:
-    """How large the chunks of a head's loss are, and what became of its logits."""
+    """The chunk size of a head's loss, and counts of what became of its logits."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         #: Losses computed in chunks.
         self.chunked = 0
-        #: Calls whose logits were computed whole, because something else was done to them.
+        #: Times that logits were computed whole, because something else was done to them.
         self.materialised = 0
 
 
 def lazy_logits(
     chunking: Chunking, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> LazyLogits | None:
-    """What `F.linear(input, weight, bias)` answers, later; None where it had better answer now."""
+    """The result of `F.linear(input, weight, bias)`, computed lazily; None if it should run now."""
     dtype = _dtype_of_logits(input, weight, bias)
     if dtype is None:
         return None
@@ -53,11 +59,11 @@ def lazy_logits(
 
 
 def _dtype_of_logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The dtype `F.linear` would answer in; None where it had better answer itself."""
+    """The dtype of `F.linear`'s result; None if `F.linear` should run now."""
     tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
     if (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or isinstance(input, LazyLogits)
         or any(is_traceable_wrapper_subclass(tensor) for tensor in tensors)
         or any(tensor.device != input.device for tensor in tensors)
@@ -87,22 +93,22 @@ class _Call:
         self, chunking: Chunking, dtype: torch.dtype, inputs: tuple[Tensor | None, ...]
     ) -> None:
         self.chunking = chunking
-        #: What the head computes in.
+        #: The dtype the head computes in.
         self.dtype = dtype
         self.has_chunked_loss = False
-        #: All lazy logits made of it, in order.
+        #: All lazy logits made from it, in order.
         self.members: list[weakref.ref[LazyLogits]] = []
         self._inputs = inputs
         self._versions = self._count_writes()
 
     def _count_writes(self) -> list[int]:
         return [
-            0 if tensor is None or tensor.is_inference() else tensor._version
+            0 if tensor is None or tensor.is_inference() else version_of(tensor)
             for tensor in self._inputs
         ]
 
     def watch(self, tensor: Tensor) -> None:
-        """Count it among the head's weights."""
+        """Check a tensor for writes as if it were one of the head's weights."""
         self.check_fresh()
         self._inputs = (*self._inputs, tensor)
         self._versions = self._count_writes()
@@ -127,14 +133,14 @@ class _Recipe:
     bias: Tensor | None
     dtype: torch.dtype
     added: Tensor | None = None
-    """A number for each class that nobody trains, in the dtype of the sum."""
+    """An untrained value for each class, in the dtype of the sum."""
     scale: float = 1.0
     classes_second: bool = False
     """Whether the classes are the second of three dimensions, as `cross_entropy` takes them."""
     source: LazyLogits | None = None
     """The lazy logits these were made from."""
     replay: Callable[[Tensor], Tensor] | None = None
-    """Makes these, computed, from the source, computed."""
+    """Computes these logits from the computed source."""
 
     @property
     def shape(self) -> torch.Size:
@@ -145,12 +151,12 @@ class _Recipe:
         return torch.Size((*leading, classes))
 
     def compute(self) -> Tensor:
-        """The logits as the untouched head computes them."""
+        """The logits as the plain head computes them."""
         self.call.chunking.materialised += 1
         return self.compute_rows()
 
     def compute_rows(self) -> Tensor:
-        """What `compute` does, which may be asked for a few of the rows."""
+        """`compute` without counting it, for use on some of the rows."""
         self.call.check_fresh()
         dtype = self.call.dtype
         bias = self.bias.to(dtype) if self.bias is not None else None
@@ -165,16 +171,16 @@ class _Recipe:
 
 def _defer(recipe: _Recipe) -> LazyLogits:
     if not torch.is_grad_enabled():
-        recipe = recipe.detached()  # a gradient switched on later must not find its way back
+        recipe = recipe.detached()  # gradients enabled later must not flow back through it
     lazy: LazyLogits = _Deferred.apply(recipe.rows, recipe.weight, recipe.bias, recipe)
     return lazy
 
 
 class _Deferred(torch.autograd.Function):
-    """Gives lazy logits their place in the graph.
+    """Gives lazy logits their place in the autograd graph.
 
-    A loss in chunks goes around it; it serves code that hands lazy logits to autograd itself, such
-    as a custom autograd function or a module's backward hook.
+    A chunked loss bypasses it; it serves code that hands lazy logits to autograd itself, such as a
+    custom autograd function or a module's backward hook.
     """
 
     @staticmethod
@@ -210,7 +216,7 @@ class _Deferred(torch.autograd.Function):
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed when somebody needs them, and not at all where a loss does not."""
+    """Logits that are computed when they are used, and never if only a chunked loss uses them."""
 
     _recipe: _Recipe
     _plain: Tensor | None
@@ -218,10 +224,10 @@ class LazyLogits(Tensor):
     @staticmethod
     def __new__(cls, recipe: _Recipe) -> LazyLogits:
         """An empty shell of the logits' shape and dtype."""
-        with torch._C.DisableTorchFunction():
-            # Of a rehearsed tensor, this is where autograd believes it to be: on the fake CPU.
-            device = torch._C.TensorBase.device.__get__(recipe.rows)
-        lazy: LazyLogits = Tensor._make_wrapper_subclass(
+        with DisableTorchFunction():
+            # For a rehearsed tensor, this is the device autograd sees: the fake CPU.
+            device = TensorBase.device.__get__(recipe.rows)
+        lazy: LazyLogits = make_wrapper_subclass(
             cls, recipe.shape, dtype=recipe.dtype, device=device
         )
         lazy._recipe = recipe
@@ -235,14 +241,14 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Put off what can be put off; answer the rest from the shell, or with the real logits."""
+        """Defer what can be deferred; answer the rest from the shell, or with the real logits."""
         kwargs = kwargs or {}
         lazy, *rest = args or (None,)
         if func in _GRADIENT_HOOKS:
             _check_gradient(lazy)
         if isinstance(lazy, LazyLogits) and lazy._is_lazy():
             if func in _KNOWN_BY_THE_SHELL:
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             answer = _answer(func, lazy, rest, kwargs)
             if isinstance(answer, _Recipe):
@@ -259,8 +265,8 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """An op that autograd sends: the graph is its business, so only values are wanted."""
-        if func._schema.is_mutable and isinstance(args[0], LazyLogits):
+        """Run an op below autograd on the computed values; autograd itself handles the graph."""
+        if schema_of(func).is_mutable and isinstance(args[0], LazyLogits):
             raise NotImplementedError(f"{func} cannot write into lazy logits below autograd")
 
         def values(value: Any) -> Any:
@@ -269,26 +275,27 @@ class LazyLogits(Tensor):
         return func(*tree_map(values, args), **tree_map(values, kwargs or {}))
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `Tensor.to`; a method, so that a rehearsal's rules for moving do not see the shell."""
+        """As `Tensor.to`; a method, to hide the shell from a rehearsal's rules for moves."""
         copies = kwargs.get("copy", False)
         others = {name: value for name, value in kwargs.items() if name != "copy"}
         if sum(isinstance(value, bool) for value in args) > 1:  # non_blocking and copy, unnamed
             return self.materialise().to(*args, **kwargs)
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **others)
+        device, dtype, _, memory_format = parse_to(*args, **others)
         if memory_format is not None or not _is_here(device, self.device):
             return self.materialise().to(*args, **kwargs)
-        return LazyLogits.__torch_function__(
+        moved: Tensor = LazyLogits.__torch_function__(
             Tensor.to, (LazyLogits,), (self, dtype or self.dtype), {"copy": copies}
         )
+        return moved
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `Tensor.cpu`, of the real logits."""
         return self.materialise().cpu(*args, **kwargs)
 
     def on_host(self) -> Tensor:
-        """The logits on the host, computed and moved in chunks; these stay as they are.
+        """The logits on the host, computed and moved in chunks; `self` stays lazy.
 
-        No more than a chunk is on the device at a time: what is left to do to it is done here.
+        Only one chunk is on the device at a time; the scale is applied on the host.
         """
         if not self._is_lazy():
             return self.materialise().detach().cpu()
@@ -309,9 +316,9 @@ class LazyLogits(Tensor):
         return self.materialise().cuda(*args, **kwargs)
 
     def materialise(self) -> Tensor:
-        """The real logits, computed at the first call; they are an ordinary tensor from then on."""
+        """The real logits, computed at the first call; an ordinary tensor from then on."""
         if self._plain is None:
-            # All at once: what is written into logits is then seen by their views, not by copies.
+            # All members at once, so that later writes to logits show in views but not in copies.
             for member in self._recipe.call.members:
                 lazy = member()
                 if lazy is not None and lazy._plain is None:
@@ -321,12 +328,12 @@ class LazyLogits(Tensor):
 
     def _compute(self) -> Tensor:
         recipe = self._recipe
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             requires_grad = self.requires_grad
-        # As when they were made: whoever reads them first may have switched gradients off.
+        # With the grad mode of their creation: the code that uses them may have disabled gradients.
         with torch.set_grad_enabled(requires_grad):
             if not self._has_own_history():
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return self.clone()
             if recipe.source is not None and recipe.replay is not None:
                 return recipe.replay(recipe.source.materialise())
@@ -336,11 +343,11 @@ class LazyLogits(Tensor):
         return self._plain is None and self._has_own_history()
 
     def _has_own_history(self) -> bool:
-        """Whether the shell's place in the graph is the one it was made with.
+        """Whether the shell still has the `grad_fn` it was made with.
 
-        An autograd function that lazy logits come out of puts itself there.
+        An autograd function that returns lazy logits replaces it.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             node = self.grad_fn
         return node is None or getattr(node, "recipe", None) is self._recipe
 
@@ -358,18 +365,18 @@ def _materialised(value: Any) -> Any:
     return value.materialise() if isinstance(value, LazyLogits) else value
 
 
-# -- what can be put off ---------------------------------------------------------------------------
+# -- what can be deferred --------------------------------------------------------------------------
 
 
 def _answer(func: Any, lazy: LazyLogits, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The recipe of what `func` makes, its result, or NotImplemented."""
+    """The recipe for `func`'s result, the result itself, or NotImplemented."""
     handler = _HANDLERS.get(func)
     if handler is None:
         return NotImplemented
     try:
         bound = inspect.signature(handler).bind(lazy, *args, **kwargs)
     except TypeError:
-        return NotImplemented  # another of the function's signatures
+        return NotImplemented  # another overload of the function
     return handler(*bound.args, **bound.kwargs)
 
 
@@ -417,7 +424,7 @@ def _cross_entropy(
     )
     call.chunking.chunked += 1
     call.has_chunked_loss = True
-    # Autocast computes losses in fp32; without it, they are of the logits' dtype.
+    # Autocast computes losses in fp32; without it, they have the logits' dtype.
     in_autocast = torch.is_autocast_enabled(rows.device.type)
     return loss.to(wide_dtype(recipe.dtype) if in_autocast else recipe.dtype)
 
@@ -501,7 +508,7 @@ def _swap_classes(lazy: LazyLogits) -> _Recipe:
 
 
 def _add(lazy: LazyLogits, other: Any) -> Any:
-    """A number for each class, as BART and its like have in a buffer."""
+    """Add a value for each class, as BART and similar models do from a buffer."""
     recipe = lazy._recipe
     if (
         not isinstance(other, Tensor)
@@ -547,7 +554,7 @@ def _float(lazy: LazyLogits) -> Any:
 
 
 def _cast(lazy: LazyLogits, dtype: Any) -> Any:
-    """Only to the same or to fp32: other casts round, or promise more than fp32."""
+    """Cast to the same dtype or to fp32 only: other casts round, or are wider than fp32."""
     here = lazy._recipe.dtype
     if dtype is here or (dtype is torch.float32 and here in _HALF):
         return replace(lazy._recipe, dtype=dtype)
@@ -598,7 +605,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.float: _float,
     Tensor.type: _cast,
     Tensor.to: _to,
-    # The shell may be elsewhere than it seems, in a rehearsal.
+    # In a rehearsal the shell's own device may differ from the one it stands for.
     _getter("device"): lambda lazy: lazy._recipe.rows.device,
     _getter("is_cuda"): lambda lazy: lazy._recipe.rows.device.type == "cuda",
     _getter("is_cpu"): lambda lazy: lazy._recipe.rows.device.type == "cpu",

@@ -1,11 +1,11 @@
-"""Gradients that leave the GPU as soon as a backward has made them, and wait outside it.
+"""Gradients that are offloaded as soon as a backward has made them.
 
-They wait in host memory, or on the disk (`DiskGradients`) where some have room there. Those that
-the host's cores step are in its memory.
+They are kept in host memory, or on the disk (`DiskGradients`) if they have slots there. Gradients
+that the host's cores step are always in host memory.
 
-Where several micro-batches add to a gradient, what there is of it comes back for each, is added to
-on the GPU as PyTorch would, and leaves again. It comes back before it is needed: gradients are made
-in the same order in each backward.
+If several micro-batches add to a gradient, each fetches the sum so far, adds to it on the GPU as
+PyTorch would, and offloads it again. Sums are prefetched, because each backward makes gradients in
+the same order.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ import torch
 from torch import Tensor
 
 from oomph.errors import OomphError
-from oomph.host.link import Copies, Copy, Link
+from oomph.memory.link import Copies, Copy, Link
 from oomph.techniques.disk_gradients import DiskGradients
 from oomph.techniques.host_tensors import gpu_like, host_tensor
 from oomph.techniques.step_buckets import Piece, Trained, whole
 
-#: How many gradients come back before they are added to.
+#: How many gradients are prefetched.
 _AHEAD = 2
 
 
 class LeavingGradients:
-    """What of the gradients left; `in_flight` bytes may be on their way."""
+    """The offloaded gradients; at most `in_flight` bytes may be on their way out."""
 
     def __init__(self, link: Link, in_flight: int) -> None:
         self._link = link
         self._most = in_flight
-        #: Whose gradients wait there, where any do.
+        #: The gradients on the disk, if any.
         self.disk: DiskGradients | None = None
-        #: By parameter whose gradients wait in host memory: where.
+        #: Host memory, by parameter.
         self._slots: dict[Trained, Tensor] = {}
-        #: By parameter of which a gradient is here: its type, and the copy that brought it.
+        #: By parameter with an offloaded gradient: its dtype, and the copy that offloads it.
         self._filled: dict[Trained, tuple[torch.dtype, Copy]] = {}
         self._leaving: deque[tuple[Copy, int]] = deque()
         self._coming: dict[Trained, tuple[Tensor, Copy]] = {}
-        #: The order in which gradients were made last time, and this time so far.
+        #: The order in which the last backward made gradients, and this one's so far (`_made`).
         self._order: list[Trained] = []
         self._places: dict[Trained, int] = {}
-        self._made: list[Trained] = []
+        self._made: dict[Trained, None] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient is here."""
+        """Whether no gradient is offloaded."""
         return not self._filled and not self._coming
 
     def __contains__(self, trained: Trained) -> bool:
         return trained in self._filled or trained in self._coming
 
     def begin_backward(self) -> None:
-        """Another backward is about to make gradients."""
+        """Begin another backward: the last one's order of gradients becomes the expected one."""
         if self._made:
-            self._order, self._made = self._made, []
+            self._order, self._made = list(self._made), {}
             self._places = {trained: at for at, trained in enumerate(self._order)}
 
     def send(self, trained: Trained, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Let a gradient leave, as `dtype`; it must not be written to any more."""
+        """Offload a gradient as `dtype`; it must not be written to any more."""
         leaving = gradient.to(dtype)
         if self.disk is not None and trained in self.disk:
             copy = self.disk.put(trained, leaving)
@@ -72,8 +72,8 @@ class LeavingGradients:
         self._release(self._most)
 
     def add_to(self, trained: Trained, gradient: Tensor) -> None:
-        """Add what is here to a new gradient; nothing is here afterwards."""
-        self._made.append(trained)
+        """Add the offloaded sum to a new gradient; no sum is kept here afterwards."""
+        self._made[trained] = None
         self._come_back(trained)
         for following in self._following(trained):
             self._come_back(following)
@@ -83,22 +83,22 @@ class LeavingGradients:
             gradient.add_(sum_so_far)
 
     def take_back(self, trained: Trained) -> Tensor:
-        """What is here, on the GPU; nothing is here afterwards."""
+        """Fetch the sum to the GPU; no sum is kept here afterwards."""
         self._come_back(trained)
         gradient, copy = self._coming.pop(trained)
         copy.wait()
         return gradient
 
     def slot(self, trained: Trained) -> tuple[Tensor, Copy]:
-        """Where in host memory a gradient is, once the copy is done."""
+        """A gradient's host memory, and the copy after which it is there."""
         return self._slots[trained], self._filled[trained][1]
 
     def dtype(self, trained: Trained) -> torch.dtype:
-        """The type of a gradient that is here."""
+        """The dtype of an offloaded gradient."""
         return self._filled[trained][0]
 
     def bring(self, rooms: Mapping[Piece, Tensor]) -> Copy:
-        """Begin to bring pieces of gradients to the GPU, into these; they stay here as well."""
+        """Begin to copy pieces of gradients into these GPU tensors; they also stay offloaded."""
         pairs: list[tuple[Tensor, Tensor]] = []
         after: list[Copy] = []
         from_disk: list[Copy] = []
@@ -113,25 +113,25 @@ class LeavingGradients:
         return Copies([*in_memory, *from_disk])
 
     def used(self, trained: Trained) -> None:
-        """A gradient is not needed any more."""
+        """Drop a gradient that is not needed any more."""
         self._filled.pop(trained, None)
 
     def release(self) -> None:
-        """Wait for those on their way out; they take no more memory of the GPU."""
+        """Wait for gradients on their way out, so that their GPU memory is free."""
         self._release(-1)
 
     def forget(self, but: Collection[Trained] = ()) -> None:
-        """Drop all of them, but for those that a step still needs."""
+        """Drop all gradients except those in `but`, which a step still needs."""
         self.release()
         for _, copy in self._coming.values():
-            with contextlib.suppress(OomphError):  # nobody needs it any more
+            with contextlib.suppress(OomphError):  # it is not needed any more
                 copy.wait()
         self._coming.clear()
         self._filled = {trained: own for trained, own in self._filled.items() if trained in but}
         self._made.clear()
 
     def close(self) -> None:
-        """Drop all of them and give host memory and disk back."""
+        """Drop all gradients and release host memory and disk space."""
         self.forget()
         self._slots.clear()
         if self.disk is not None:
@@ -141,8 +141,11 @@ class LeavingGradients:
         self._places.clear()
 
     def _following(self, trained: Trained) -> list[Trained]:
+        """The gradients this backward makes next, if it repeats the order of the last one."""
         at = self._places.get(trained)
-        return [] if at is None else self._order[at + 1 : at + 1 + _AHEAD]
+        following = [] if at is None else self._order[at + 1 : at + 1 + _AHEAD]
+        # Gradients already made are complete: a step may read them where they are.
+        return [one for one in following if one not in self._made]
 
     def _come_back(self, trained: Trained) -> None:
         if trained in self._filled:

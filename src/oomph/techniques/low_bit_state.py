@@ -1,44 +1,56 @@
 """Keep Adam's two averages in 8 bits instead of 32 (lossy).
 
-Numbers are stored in blocks of 256, each with its largest magnitude in fp32 and a *level* per
-number. A step goes over the parameters one by one, and over large ones slice by slice: read the
-averages back to fp32, do Adam's maths, store them again. So a step needs a few slices of memory.
+Values are stored in blocks of 256; each block has its largest magnitude in fp32 and a *level* per
+value. A step goes over the parameters one by one, and over large ones slice by slice: decode the
+averages to fp32, do Adam's maths, encode them again. So a step needs memory for a few slices.
 
-Levels are spaced evenly in the logarithm, so the relative error is the same for large numbers and
-small ones. Evenly spaced numbers would round the small second moments of a block to zero, and Adam
-divides by them; here a second moment that is not zero never becomes zero, and one that is too small
-for the scale is rounded up, which only makes its updates smaller.
+Levels are spaced evenly in the logarithm, so the relative error is the same for large and small
+values. Linearly spaced levels would round the small second moments of a block to zero, and Adam
+divides by them. Here a nonzero second moment never becomes zero, and one that is too small for the
+scale is rounded up, which only makes its updates smaller.
 
 Adam's second moment changes by a thousandth per step, far less than half a level, so rounding to
-the nearest would never let it fall. Instead each step rounds at another threshold, spread evenly
-over steps and numbers: over many steps the small changes add up to what they should. Thresholds
-come from the step's number, so they draw from no random stream and are the same after a resume.
+nearest would never let it fall. Instead each step rounds at another threshold, spread evenly over
+steps and values, so that over many steps the small changes add up correctly. Thresholds are
+computed from the step's number, so they use no random stream and are the same after a resume.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oomph.errors import BadInput
-from oomph.techniques.optimizer_in_backward import runs_step_of
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.techniques import Settings, register
+from oomph.techniques.optimizer_steps import replaced_step, runs_step_of, steps_in_its_place
 from oomph.techniques.stochastic_rounding import round_stochastically
-from oomph.techniques.technique import Undo
+from oomph.techniques.technique import (
+    ApplyContext,
+    Inspection,
+    SearchContext,
+    Technique,
+    Tried,
+    Undo,
+)
+from oomph.torch_compat.optimizers import UNSCALES, WRAPPED_BY_SCHEDULER, mark_stepped
 
-#: Numbers that share one scale.
+#: Values that share one scale.
 BLOCK = 256
 #: Parameters with fewer elements keep fp32 averages: there is little to save.
 SMALLEST = 4096
-#: Elements of a parameter that are worked on at once; a multiple of `BLOCK`. With fewer, an H200
-#: waits for the host, which starts some fifty kernels per slice.
+#: Elements of a parameter that are processed at once; a multiple of `BLOCK`. With fewer, an H200
+#: waits for the host, which launches some fifty kernels per slice.
 SLICE = 1 << 23
 
 #: Two steps that together cover a square evenly (the R2 sequence).
@@ -47,21 +59,21 @@ _OVER_NUMBERS, _OVER_STEPS = 0.7548776662466927, 0.5698402909980532
 
 @dataclass(frozen=True, kw_only=True)
 class _Levels:
-    """How a number becomes one byte: its sign times a level, `top` for the block's largest."""
+    """How a value is encoded in a byte: its sign times a level, `top` for the block's largest."""
 
     dtype: torch.dtype
     top: int
     octaves: int
-    """How far below the block's largest number level 1 is, in powers of two."""
+    """How far level 1 is below the block's largest value, in powers of two."""
     lowest: int
-    """The level of numbers that are too small: 0 loses them, 1 rounds them up."""
+    """The level of values that are too small: 0 drops them, 1 rounds them up."""
 
     @property
     def per_octave(self) -> float:
         return (self.top - 1) / self.octaves
 
     def encode(self, values: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-        """Levels and scales of fp32 values, whose number is a multiple of a block."""
+        """Levels and scales of fp32 values, whose count is a multiple of `BLOCK`."""
         blocks = values.view(-1, BLOCK)
         scales = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
         scales.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -72,39 +84,97 @@ class _Levels:
         return levels.to(self.dtype).view(-1), scales
 
     def decode(self, levels: Tensor, scales: Tensor) -> Tensor:
-        """The fp32 values that were encoded, but for rounding."""
+        """The fp32 values that were encoded, up to rounding."""
         signed = levels.to(torch.float32).view(-1, BLOCK)
         values = signed.abs().sub_(self.top)
         torch.pow(2 ** (1 / self.per_octave), values, out=values)
         return values.mul_(signed.sign_()).mul_(scales.unsqueeze(1)).view(-1)
 
 
-#: Adam divides the first by the root of the second: both reach equally far down.
+#: Adam divides the first by the root of the second, so both cover the same range.
 _AVERAGES = {
     "exp_avg": _Levels(dtype=torch.int8, top=127, octaves=16, lowest=0),
     "exp_avg_sq": _Levels(dtype=torch.uint8, top=255, octaves=32, lowest=1),
 }
 
-#: What a state dict calls what it takes to read the bytes in it.
+#: The state dict's key for the information needed to decode its bytes.
 LAYOUT = "low_bit_layout"
 
 State = dict[str, Any]
 
-#: The optimizers that keep their state in 8 bits now. What does it holds its optimizer, which holds
-#: it: held here as well, neither would ever be freed.
+#: The optimizers that keep their state in 8 bits now. `_LowBitAdam` and its optimizer reference
+#: each other: with a strong reference here, neither would ever be freed.
 _APPLIED: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_LowBitAdam]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def low_bit_state(optimizer: torch.optim.Optimizer, *, stochastic_rounding: bool = True) -> Undo:
-    """Keep the averages of an Adam or AdamW in 8 bits from now on, those so far included.
+@dataclass(frozen=True, kw_only=True)
+class LowBitStateSettings(Settings):
+    """How Adam's averages are kept."""
 
-    bf16 parameters are stepped in fp32 and rounded at random, or to the nearest if that is not
-    wanted. Undo reads the averages back to what plain Adam keeps.
+    enabled: bool = False
+    """Whether they are kept in 8 bits."""
+
+
+@register
+class LowBitState(Technique[LowBitStateSettings]):
+    """Adam's averages are kept in 8 bits."""
+
+    name = "low_bit_state"
+    title = "optimizer state"
+    settings = LowBitStateSettings
+    changes = "optimizer"
+    tried = Tried.AS_VARIANT
+    # What was rounded to 8 bits and read back is rounded once more.
+    comes_back = False
+    advice = "8-bit optimizer state needs less"
+
+    def say(self, settings: LowBitStateSettings) -> str:
+        return "8-bit" if settings.enabled else "as it is"
+
+    def elsewhere(self, settings: LowBitStateSettings) -> str:
+        return "8-bit optimizer state"
+
+    def fidelity(self, settings: LowBitStateSettings, precision: str) -> Fidelity:
+        return Fidelity.LOSSY
+
+    def check(self, settings: LowBitStateSettings, choices: Choices) -> None:
+        if choices.optimizer_on == "host":
+            raise BadInput("an optimizer on the host is stepped with its own state: not in 8 bits")
+
+    def inspect(self, job: Job) -> Inspection:
+        return _TriedOut()
+
+    def options(self, context: SearchContext) -> Sequence[LowBitStateSettings]:
+        return [LowBitStateSettings(enabled=True)]
+
+    def apply(self, settings: LowBitStateSettings, context: ApplyContext) -> Undo:
+        return low_bit_state(context.optimizer)
+
+
+class _TriedOut(Inspection):
+    """Whether it is refused for the optimizer, told by trying."""
+
+    why_not = ""
+
+    def built(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            low_bit_state(optimizer)()
+        except BadInput as error:
+            self.why_not = str(error)
+
+
+def low_bit_state(optimizer: torch.optim.Optimizer, *, stochastic_rounding: bool = True) -> Undo:
+    """Keep the averages of an Adam or AdamW in 8 bits from now on, including existing ones.
+
+    bf16 parameters are stepped in fp32 and rounded stochastically, or to nearest without
+    `stochastic_rounding`. Undo converts the averages back to plain Adam's.
     """
     if not runs_step_of(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         raise BadInput(f"8-bit state is for Adam and AdamW, not for {type(optimizer).__name__}")
+    if replaced := replaced_step(optimizer):
+        raise BadInput(f"{replaced}, which 8-bit state would pass by: choose one or the other")
     for group in optimizer.param_groups:
         _check_group(group)
     low_bit = _LowBitAdam(optimizer, stochastic_rounding)
@@ -119,14 +189,14 @@ def has_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
 def rounding_generators(
     optimizer: torch.optim.Optimizer,
 ) -> dict[torch.device, torch.Generator]:
-    """What its next steps round by; not random numbers of the user's own stream."""
+    """The generators its next steps use for rounding; separate from the user's random stream."""
     reference = _APPLIED.get(optimizer)
     applied = reference() if reference is not None else None
     return applied.generators if applied is not None else {}
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    """Refuse what this step does not do, in words."""
+    """Refuse options and parameters that this step does not support."""
     for option in ("amsgrad", "differentiable"):
         if group[option]:
             raise BadInput(f"8-bit state does not go with {option}=True: set it to False")
@@ -142,8 +212,8 @@ def _check_group(group: dict[str, Any]) -> None:
 class _LowBitAdam:
     """Replaces the step of one optimizer, and keeps its state low-bit through saving and loading.
 
-    The step is replaced on the instance and goes over `optimizer.param_groups`, so whoever shows
-    the optimizer a single parameter steps that one, and schedulers may wrap it before or after.
+    The step is replaced on the instance and goes over `optimizer.param_groups`. So code that puts a
+    single parameter there steps only that one, and schedulers may wrap the step before or after.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stochastic_rounding: bool) -> None:
@@ -152,7 +222,7 @@ class _LowBitAdam:
         #: By device: random bits of our own, so that the user's random stream is left alone.
         self.generators: dict[torch.device, torch.Generator] = {}
         self._loading: dict[Any, State] = {}
-        # Made for all before any is replaced: running out of memory here changes nothing.
+        # Convert all before replacing any, so that running out of memory here changes nothing.
         converted = {p: _to_low_bit(p, state) for p, state in optimizer.state.items() if state}
         optimizer.state.update(converted)
         self._active = True
@@ -163,17 +233,15 @@ class _LowBitAdam:
             optimizer.register_load_state_dict_post_hook(self._after_load),
         )
         self._own = {
-            name: vars(optimizer)[name]
-            for name in ("step", "_step_supports_amp_scaling")
-            if name in vars(optimizer)
+            name: vars(optimizer)[name] for name in ("step", UNSCALES) if name in vars(optimizer)
         }
         self._step: Any = self._make_step()
         optimizer.step = self._step  # type: ignore[method-assign]
-        # A GradScaler is to unscale the gradients itself, as for any step that is not fused.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        # Have a GradScaler unscale the gradients itself, as for any step that is not fused.
+        setattr(optimizer, UNSCALES, False)
 
     def undo(self) -> None:
-        """Plain Adam again."""
+        """Go back to plain Adam."""
         if not self._active:
             return
         optimizer = self._optimizer
@@ -183,19 +251,19 @@ class _LowBitAdam:
         _APPLIED.pop(optimizer, None)
         for hook in self._hooks:
             hook.remove()
-        # A scheduler made since then holds our step inside its own; then ours passes on.
-        names = ["_step_supports_amp_scaling"]
+        # A scheduler made since then wraps our step, which stays in place and calls the plain one.
+        names = [UNSCALES]
         if vars(optimizer).get("step") is self._step:
             names.append("step")
         for name in names:
             vars(optimizer).pop(name, None)
             if name in self._own:
                 setattr(optimizer, name, self._own[name])
-        self._step = None  # it holds us
+        self._step = None  # break the reference cycle
 
     def _make_step(self) -> Any:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+            mark_stepped(optimizer)  # for schedulers
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -205,12 +273,13 @@ class _LowBitAdam:
 
         hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
 
+        @steps_in_its_place
         def step_or_pass_on(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             run = hooked if self._active else type(optimizer).step
             return run(optimizer, *args, **kwargs)
 
-        if hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
-            step_or_pass_on._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        if hasattr(self._optimizer.step, WRAPPED_BY_SCHEDULER):
+            setattr(step_or_pass_on, WRAPPED_BY_SCHEDULER, True)
         return types.MethodType(step_or_pass_on, self._optimizer)
 
     # -- the step ---------------------------------------------------------------------------------
@@ -218,7 +287,7 @@ class _LowBitAdam:
     @torch.no_grad()
     def _step_all(self) -> None:
         for group in self._optimizer.param_groups:
-            _check_group(group)  # it may have been added, or changed, since
+            _check_group(group)  # it may have been added or changed since
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_one(parameter, group)
@@ -257,7 +326,7 @@ class _LowBitAdam:
     # -- saving and loading -----------------------------------------------------------------------
 
     def _after_save(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add what the bytes mean to whoever loads them, and where our random streams are."""
+        """Add the information needed to decode the bytes, and the states of our generators."""
         layout = {
             "orders": {at: _order(p) for at, p in self._owned_by_id(state_dict)},
             "streams": {str(place): one.get_state() for place, one in self.generators.items()},
@@ -265,21 +334,21 @@ class _LowBitAdam:
         return {**state_dict, LAYOUT: layout}
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the averages back: loading gives every tensor the parameter's type."""
+        """Hold the averages back from PyTorch, which would cast them to the parameter's type."""
         saved, layout = state_dict["state"], state_dict.get(LAYOUT, {"orders": {}, "streams": {}})
         self._loading = {
             p: _in_order(p, saved[at], layout["orders"].get(at))
             for at, p in self._owned_by_id(state_dict)
             if at in saved
         }
-        for device in {p.device for p in self._loading}:  # it may have been another machine's
+        for device in {p.device for p in self._loading}:  # the file may be from another machine
             if str(device) in layout["streams"]:
                 self._generator(device).set_state(layout["streams"][str(device)])
         steps = {at: {"step": state["step"]} for at, state in saved.items() if state}
         return {**state_dict, "state": steps}
 
     def _owned_by_id(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
-        """The optimizer's parameters, with what a state dict calls each."""
+        """The optimizer's parameters, each with its id in a state dict."""
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owned = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
         return zip(ids, owned, strict=False)
@@ -322,15 +391,15 @@ def _adam(
 
 
 def _corrections(step: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What the mean and the root of the mean square are divided by, for they began at zero."""
-    # The counter may be on the device: it is never read, only computed with.
+    """Adam's bias corrections: the divisors of the mean and of the root of the mean square."""
+    # The counter may be on the device: it is only computed with, never read on the host.
     count = step.to(torch.float64)
     beta1, beta2 = group["betas"]
     return 1 - beta1**count, (1 - beta2**count).sqrt()
 
 
 def _order(parameter: Tensor) -> list[int]:
-    """The dimensions as they lie in memory: channels-last weights are contiguous in this order."""
+    """The dimensions in memory order, in which channels-last weights, too, are contiguous."""
     return sorted(range(parameter.dim()), key=lambda at: -parameter.stride()[at])
 
 
@@ -340,7 +409,7 @@ def _slices(elements: int) -> Iterator[slice]:
 
 
 def _thresholds(step: Tensor, device: torch.device) -> Tensor:
-    """Where this step rounds each number of a block, from 0 (down) to 1 (up)."""
+    """This step's rounding threshold for each value of a block, from 0 (down) to 1 (up)."""
     numbers = torch.arange(BLOCK, dtype=torch.float64, device=device).mul_(_OVER_NUMBERS)
     return numbers.add_(step.to(torch.float64) * _OVER_STEPS).frac_().to(torch.float32)
 
@@ -349,7 +418,7 @@ def _thresholds(step: Tensor, device: torch.device) -> Tensor:
 
 
 def _new_state(parameter: Tensor, group: dict[str, Any]) -> State:
-    # Where plain Adam has its counter, so that undo finds it there.
+    # The device where plain Adam keeps its counter, so that undo need not move it.
     place = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
     state: State = {"step": torch.zeros((), dtype=torch.float32, device=place)}
     for name in _AVERAGES:
@@ -396,7 +465,7 @@ def _whole_blocks(part: slice) -> tuple[slice, slice]:
 
 
 def _to_low_bit(parameter: Tensor, state: State) -> State:
-    """The state as it is kept here, from plain Adam's or from such a state."""
+    """Convert plain Adam's state to 8 bits; averages already in 8 bits are kept."""
     converted: State = {"step": state["step"]}
     thresholds = _thresholds(state["step"], parameter.device)
     for name in _AVERAGES:
@@ -416,7 +485,7 @@ def _to_low_bit(parameter: Tensor, state: State) -> State:
 def plain_state_dict(state_dict: dict[str, Any], shapes: Mapping[Any, Tensor]) -> dict[str, Any]:
     """An optimizer's saved state as plain Adam would have saved it.
 
-    `shapes` has, by what the state dict calls each parameter, a tensor of its shape and type.
+    `shapes` maps each parameter's id in the state dict to a tensor of its shape and type.
     """
     layout = state_dict.get(LAYOUT)
     if layout is None:
@@ -430,20 +499,20 @@ def plain_state_dict(state_dict: dict[str, Any], shapes: Mapping[Any, Tensor]) -
 
 
 def _in_order(parameter: Tensor, state: State, order: list[int] | None) -> State:
-    """The saved state of a parameter whose numbers may lie in another order than when saved."""
+    """The saved state of a parameter whose memory order may have changed since."""
     if order is None or not state or order == _order(parameter):
         return state
     return _to_plain(_ordered_like(parameter.detach().cpu(), order), state)
 
 
 def _ordered_like(parameter: Tensor, order: list[int]) -> Tensor:
-    """An empty tensor like the parameter, whose dimensions lie in memory in this order."""
-    empty = torch.empty([parameter.shape[at] for at in order], dtype=parameter.dtype)
+    """An empty tensor like the parameter, with its dimensions in this order in memory."""
+    empty = torch.empty([parameter.shape[at] for at in order], dtype=parameter.dtype, device="cpu")
     return empty.permute([order.index(at) for at in range(len(order))])
 
 
 def _to_plain(parameter: Tensor, state: State) -> State:
-    """The state as plain Adam keeps it."""
+    """Convert the state to plain Adam's."""
     converted: State = {"step": state["step"]}
     for name in _AVERAGES:
         average = converted[name] = torch.zeros_like(parameter)

@@ -1,12 +1,12 @@
 """Keep the model's weights in half precision and fp32 masters of them in the optimizer (rounding).
 
-Autocast makes a half-precision copy of each weight beside the fp32 one in every step, and its
-results flow on in fp32 where weights are. Here the model has half-precision weights only; the
-optimizer steps fp32 masters, whose gradients are summed in fp32, and each step rounds the masters
-into the model.
+Under autocast, every step casts each fp32 weight to a half-precision copy, and layers that keep
+fp32 weights produce fp32 results. Here the model has half-precision weights only; the optimizer
+steps fp32 masters, whose gradients are summed in fp32, and each step rounds the masters into the
+model.
 
-While it is applied, gradients and what is to be saved are the masters': clip, unscale and zero over
-the optimizer's parameters, not the model's.
+While it is applied, the masters have the gradients and are the weights to save: clip, unscale and
+zero over the optimizer's parameters, not the model's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput
-from oomph.techniques.optimizer_in_backward import check_per_parameter, weakly
+from oomph.techniques.optimizer_in_backward import weakly
+from oomph.techniques.optimizer_steps import check_per_parameter
+from oomph.torch_compat.modules import NormBase
+from oomph.torch_compat.tensors import version_of
+
+_TECHNIQUE = "keeping master weights"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,36 +34,36 @@ class _Pair:
     parameter: nn.Parameter
     master: Tensor
     hook: RemovableHandle
-    #: The parameter's version after we last wrote it: another one means that somebody else did.
+    #: The parameter's version after our last write; a different one means that other code wrote it.
     version: int
 
 
 class AwayWeights(Protocol):
-    """Weights of the model that are on the host; see `StreamedWeights`."""
+    """Weights of the model that are offloaded to the host; see `StreamedWeights`."""
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the numbers of a parameter are on the host."""
+        """Whether the values of a parameter are on the host."""
 
     def write(self, parameter: nn.Parameter, numbers: Tensor) -> None:
-        """Give a parameter other numbers."""
+        """Give a parameter new values."""
 
 
 class KeptMasters(Protocol):
-    """Masters that the optimizer does not show as they are; see `HostMasters`."""
+    """Masters whose values are not in the optimizer's own tensors; see `HostMasters`."""
 
     def numbers(self, owned: Tensor) -> Tensor:
-        """What a master is."""
+        """The values of a master."""
 
     def write(self, owned: Tensor, numbers: Tensor) -> None:
-        """Give a master other numbers."""
+        """Give a master new values."""
 
 
 class MasterWeights:
-    """Gives the model's fp32 parameters that the optimizer owns the type `dtype`.
+    """Converts the model's fp32 parameters that the optimizer owns to `dtype`.
 
-    The parameters stay the same objects, the master of each is its former storage, and the
-    optimizer's groups and state are the masters'. Buffers and frozen parameters stay as they are,
-    and so do those of a BatchNorm: its kernels want them as precise as its running statistics.
+    The parameters stay the same objects, each master takes over its parameter's former storage, and
+    the optimizer's groups and state refer to the masters. Buffers and frozen parameters stay as
+    they are, and so do a BatchNorm's: its kernels want them as precise as its running statistics.
     """
 
     def __init__(
@@ -67,11 +72,11 @@ class MasterWeights:
         optimizer: torch.optim.Optimizer,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        check_per_parameter(optimizer, "keeping master weights")
+        check_per_parameter(optimizer, _TECHNIQUE)
         self._optimizer = optimizer
-        #: Told by whoever steps weights that are not on the GPU.
+        #: Set by the host optimizer where it steps offloaded weights.
         self.away: AwayWeights | None = None
-        #: Told by whoever keeps masters elsewhere.
+        #: Set by the host optimizer where it keeps the masters elsewhere.
         self.kept: KeptMasters | None = None
         self._pairs: dict[Tensor, _Pair] = {}  # by parameter
         self._by_master: dict[Tensor, _Pair] = {}
@@ -95,13 +100,13 @@ class MasterWeights:
         return pair.parameter if pair is not None else owned
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """What the optimizer steps for a parameter of the model; itself where it has no master."""
+        """The tensor that the optimizer steps for a model parameter: its master, if it has one."""
         pair = self._pairs.get(parameter)
         return pair.master if pair is not None else parameter
 
     @torch.no_grad()
     def write(self, parameter: Tensor, numbers: Tensor) -> None:
-        """Give a parameter's master other numbers, and the parameter what they round to."""
+        """Give a parameter's master new values, and round them into the parameter."""
         pair = self._pairs[parameter]
         if self.kept is not None:
             self.kept.write(pair.master, numbers)
@@ -117,13 +122,17 @@ class MasterWeights:
             self._round(pair, self.kept.numbers(owned) if self.kept is not None else owned)
 
     def note_rounded(self, owned: Tensor) -> None:
-        """Somebody else stepped a master and rounded it into the model."""
+        """Note that other code stepped a master and rounded it into the model."""
         pair = self._by_master.get(owned)
         if pair is not None:
-            pair.version = pair.parameter._version
+            pair.version = version_of(pair.parameter)
+
+    def check_step(self) -> None:
+        """Refuse code added to the optimizer's step: it would look for gradients elsewhere."""
+        check_per_parameter(self._optimizer, _TECHNIQUE, self)
 
     def undo(self) -> None:
-        """The model's parameters are their masters again, and so are the optimizer's."""
+        """Make the masters the parameters of the model and of the optimizer again."""
         self._step_hook.remove()
         for group in self._optimizer.param_groups:
             group["params"][:] = [self.leaf_of(owned) for owned in group["params"]]
@@ -141,13 +150,13 @@ class MasterWeights:
         else:
             # Not through .data: autograd must notice if backward still needs the old value.
             pair.parameter.copy_(numbers)
-        pair.version = pair.parameter._version
+        pair.version = version_of(pair.parameter)
 
     def _split(
         self, parameter: nn.Parameter, owned: list[Tensor], at: int, dtype: torch.dtype
     ) -> None:
         master = parameter.data
-        rounded = master.to(dtype)  # all that can run out of memory
+        rounded = master.to(dtype)  # the only operation here that can run out of memory
         master.grad, parameter.grad = parameter.grad, None
         parameter.data = rounded
         owned[at] = master
@@ -156,12 +165,12 @@ class MasterWeights:
             parameter=parameter,
             master=master,
             hook=parameter.register_post_accumulate_grad_hook(weakly(self._move_gradient)),
-            version=parameter._version,
+            version=version_of(parameter),
         )
 
     def _move_gradient(self, parameter: Tensor) -> None:
         pair = self._pairs[parameter]
-        if parameter._version != pair.version:
+        if version_of(parameter) != pair.version:
             raise BadInput(
                 f"a parameter {list(parameter.shape)} was written to, and its master weight does "
                 "not know: undo the master weights, change the model, then apply them again"
@@ -174,7 +183,7 @@ class MasterWeights:
             pair.master.grad.add_(gradient)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Round the masters that were stepped; the optimizer may be shown a few of them only."""
+        """Round the stepped masters; the optimizer's groups may hold only a few of them now."""
         for group in optimizer.param_groups:
             for owned in group["params"]:
                 if owned.grad is not None:
@@ -182,8 +191,8 @@ class MasterWeights:
 
 
 def _fp32_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that are trained and may be rounded, each once."""
-    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    """The parameters that are trained and may be rounded, each once."""
+    norms = (m for m in model.modules() if isinstance(m, NormBase))
     precise = {parameter for norm in norms for parameter in norm.parameters()}
     return [
         parameter

@@ -1,55 +1,78 @@
 """Micro-batches: parts of a batch, weighed so that their losses add up to the loss of the whole.
 
 A loss that averages over tokens averages over a different number of them in each part. The mean of
-such means is not the mean (rule 6), and a part without any valid token has none. So while a part's
-loss is computed, a mean over class targets becomes their sum divided by the number of valid targets
-in the *whole* batch. That number must be known before the first part's backward; it is counted in
-the batch itself, by a rule that finds the first part's targets among its tensors and is held to
-account on every batch. Everything else in a loss counts by samples; where there is anything else,
-it is tried on two samples whether that adds up.
+such means is not the mean (rule 6), and a part without any valid token has no mean. So every number
+that a loss counts in its batch is counted in the whole batch before the first part's backward, and
+used in every part. The analysis of the job's forward graph found these numbers and the factors that
+each part needs beside them (`LossSplit`); while a part runs, its calls are compared with those of
+that graph.
 
-A job that says itself what its loss averages over (`Job.items`) is believed.
+If the job itself says what its loss averages over (`Job.normalizer`), that is used unchecked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import inspect
-import math
-import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path
 
-from oomph.errors import BadInput, OomphError
-from oomph.job import batch_size, split_batch
+from oomph.errors import BadInput
+from oomph.jobs.job import as_long_as, batch_size, split_batch
+from oomph.techniques.batch_calls import BatchCalls, Derived, name_of
+from oomph.techniques.loss_split import LossSplit
+from oomph.torch_compat.modules import BatchNorm
 
 Count = Callable[[Any], Tensor]
 
-#: Functions that average over class targets, but for ignored ones; not every torch has the last.
-_SIGNATURES = {
+#: Functions that average over the class targets that are not ignored; older PyTorch versions lack
+#: the last.
+AVERAGES_OVER_TARGETS = {
     function: inspect.signature(function)
     for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
     if (function := getattr(F, name, None)) is not None
 }
-#: Their older ways to ask for something else than a mean.
+#: Their deprecated arguments that can ask for another reduction than a mean.
 _LEGACY = ("size_average", "reduce")
-#: What they ignore where nothing is named.
+#: The default of `ignore_index`.
 _IGNORED = -100
+#: After this many batches, a trial on a few samples checks again that the parts add up.
+TRIED_EVERY = 500
+#: Functions that fill the elements selected by a mask, in order.
+FILLS = frozenset(("masked_scatter", "masked_scatter_"))
+#: Counts for which the parts' must add up to the batch's; that is checked.
+_ADD_UP = frozenset(("sum", "count_nonzero"))
 
-ADVICE = (
-    "give the job `items=lambda batch: …` that counts what its loss averages over (1 for a sum), or"
-    " `whole_batch=True` where it compares samples with each other"
+#: Marks a doubt about a tensor of the batch.
+TENSOR = "tensor"
+
+_CHANGED = (
+    "the loss is computed otherwise than when oomph looked at how it may be split;"
+    " plan again, or give the job `whole_batch=True`"
 )
+_ANOTHER_BATCH = (
+    "the batch is another than those that oomph looked at, in which of its tensors have an entry"
+    " for each sample; plan again with it, or give the job `sample_tensors=…`"
+)
+ADVICE = (
+    "give the job `normalizer=lambda batch: …` that counts what its loss averages over (1 for a"
+    " sum), or `whole_batch=True` where it compares samples with each other"
+)
+
+
+class LossChanged(BadInput):
+    """A part's forward made other calls than the analysed one, or the batch is of another kind."""
+
+    def __init__(self, words: str, doubts: frozenset[Hashable] = frozenset()) -> None:
+        super().__init__(words)
+        #: The differences, which may turn out to change nothing; see `Weigher.accept`.
+        self.doubts = doubts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,74 +80,132 @@ class _Mean:
     """One mean over class targets, in the loss of one part."""
 
     number: int
-    """In the order of the loss's means."""
-    part: Any
+    """Its index among the loss's means."""
     target: Tensor
+    derived: Derived | None
     ignored: int
+    weight: Tensor | None
 
-    def count(self) -> Tensor:
-        return (self.target != self.ignored).sum()
+    def count(self, target: Tensor | None = None) -> Tensor:
+        """The mean's divisor: the number of targets that count, or the sum of their weights."""
+        target = self.target if target is None else target
+        valid = target != self.ignored
+        if self.weight is None:
+            return valid.sum()
+        weight = self.weight.to(target.device)
+        return (weight[target.where(valid, 0)] * valid).sum()
 
 
 class Weigher:
     """Weighs the losses of a batch's parts, one batch after the other."""
 
-    def __init__(self, items: Count | None = None) -> None:
-        #: Whether parts are known to add up: by what they are, by trial, or by the job's word.
-        self.trusted = items is not None
-        self._items = items
+    def __init__(self, normalizer: Count | None = None, split: LossSplit | None = None) -> None:
+        #: The result of the loss analysis; None where the loss was not analysed.
+        self.split = split
+        #: Whether a trial in a real step showed that the parts add up, and the batches since then.
+        self.trusted = normalizer is not None
+        self._untried = 0
+        #: Whether differences from the analysed batch and calls raise `LossChanged`.
+        self.watches = False
+        self._accepted: frozenset[Hashable] = frozenset()
+        self._normalizer = normalizer
         self._batch: Any = None
-        #: By a mean's number: how its targets are counted, how many the batch has, and how many
-        #: its parts had so far.
-        self._rules: dict[int, Count] = {}
-        self._totals: dict[int, Tensor] = {}
-        self._seen: dict[int, Tensor] = {}
-        #: What the last batch's parts had more than was counted; nothing, if the rules are right.
-        self._owed: list[Tensor] = []
-        self._searched = False
+        #: By counted quantity: the rule that counts it, the batch's total, the sum of parts so far.
+        self._rules: dict[Hashable, Count] = {}
+        self._totals: dict[Hashable, Tensor] = {}
+        self._seen: dict[Hashable, Tensor] = {}
+        #: For each count of the last batch: the sum of its parts minus the total, and the total.
+        #: The differences are zero if the rules are right.
+        self._owed: list[tuple[Tensor, Tensor]] = []
+
+    def look_again(self, split: LossSplit) -> None:
+        """Take over a new analysis, because the loss is computed in another way now."""
+        self.split, self.trusted, self._rules = split, False, {}
+
+    def accept(self, doubts: frozenset[Hashable]) -> None:
+        """Raise no error for these differences from now on; the next trial checks again that the
+        parts add up."""
+        self._accepted |= doubts
+        self.trusted = self.trusted and not doubts
+
+    def doubt(self, doubts: Iterable[Hashable], words: str) -> None:
+        """Raise `LossChanged` if any of these was not accepted yet."""
+        if self.watches and self.split is not None and not self.asks_the_job:
+            new = frozenset(doubts) - self._accepted
+            if new:
+                raise LossChanged(words, new)
+
+    def parts(self, batch: Any, size: int) -> list[Any]:
+        """Split the batch into parts of at most `size` samples."""
+        return split_batch(batch, size, self.split.leaves if self.split is not None else None)
+
+    def samples(self, batch: Any) -> int:
+        """How many samples there are in a batch, or in a part of one."""
+        return batch_size(batch, self.split.leaves if self.split is not None else None)
 
     def begin(self, batch: Any) -> None:
-        """The parts that follow are those of `batch`; complain if the last one did not add up."""
+        """Start a new batch; raise an error if the parts of the last one did not add up."""
         self._settle()
-        self._batch, self._totals, self._seen, self._searched = batch, {}, {}, False
+        self._batch, self._totals, self._seen = batch, {}, {}
+        self._doubt_batch(batch)
+        self._untried += 1
+        if self._untried > TRIED_EVERY and self._normalizer is None:
+            self.trusted, self._untried = False, 0
+
+    def _doubt_batch(self, batch: Any) -> None:
+        """Doubt a batch with more samples than the analysed one, which the loss may treat in
+        another way, and tensors that may have become per-sample."""
+        if self.split is None:
+            return
+        samples = self.samples(batch)
+        if samples > self.split.samples:
+            self.doubt([("samples", samples)], _ANOTHER_BATCH)
+        known = {*self.split.leaves, *self.split.others}
+        new = ((TENSOR, path) for path in as_long_as(batch, samples) - known)
+        self.doubt(new, _ANOTHER_BATCH)
 
     def weigh(self, part: Any, share: float, compute_loss: Callable[[], Tensor]) -> Tensor:
-        """What a part, with this share of the samples, adds to the loss of the batch."""
-        means = _Means(self, part, share)
-        with means:
+        """The contribution of a part, which has this share of the samples, to the batch's loss."""
+        watched = _Part(self, part, share)
+        with watched:
             loss = compute_loss()
-        # A mean over targets adds up; of what else may be in a loss nobody can tell by looking.
-        self.trusted = self.trusted or any(loss is mean for mean in means.results)
-        if self._items is None:
-            return loss * share
-        return loss * (_number(self._items(part)) / _number(self._items(self._batch)))
+        watched.check()
+        if self._normalizer is not None:
+            return loss * (_number(self._normalizer(part)) / _number(self._normalizer(self._batch)))
+        if self.split is not None:
+            return loss * share**self.split.power
+        # A mean over targets adds up; other terms of a loss may not, and cannot be checked here.
+        self.trusted = self.trusted or any(loss is mean for mean in watched.means)
+        return loss * share
 
     def finish(self) -> None:
-        """All parts of the batch were weighed."""
-        self._owed = [self._seen[number] - total for number, total in self._totals.items()]
+        """End the batch, after all its parts were weighed."""
+        self._owed = [
+            (self._seen[what] - total, total)
+            for what, total in self._totals.items()
+            if what in self._seen
+        ]
         self._batch = None
-        if self._searched:
-            self._settle()  # not a step later, when nobody would wait: the rules are new
 
     def counted(self) -> Tensor | None:
         """The targets that the first mean of the batch's loss averaged over; None without one."""
-        return self._seen.get(0)
+        return self._seen.get(("targets", 0))
 
     @property
     def asks_the_job(self) -> bool:
-        """Whether it is the job that counts what its loss averages over."""
-        return self._items is not None
+        """Whether the job's own normalizer counts what the loss averages over."""
+        return self._normalizer is not None
 
-    def totals(self) -> dict[int, Tensor]:
-        """By a mean's number: the targets in the batch, where a rule tells."""
-        for number, rule in self._rules.items():
-            if number not in self._totals:
-                self._totals[number] = rule(self._batch)
+    def totals(self) -> dict[Hashable, Tensor]:
+        """The batch's total of each counted quantity for which there is a rule."""
+        for what, rule in self._rules.items():
+            if what not in self._totals:
+                self._totals[what] = rule(self._batch)
         return self._totals
 
     @contextlib.contextmanager
-    def apart(self, totals: dict[int, Tensor]) -> Iterator[dict[int, Tensor]]:
-        """What is weighed inside is so by these totals, and counted in what this gives."""
+    def apart(self, totals: dict[Hashable, Tensor]) -> Iterator[dict[Hashable, Tensor]]:
+        """While active, parts are weighed by these totals; yields the counts of those parts."""
         kept = self._totals, self._seen
         self._totals, self._seen = totals, {}
         try:
@@ -132,101 +213,207 @@ class Weigher:
         finally:
             self._totals, self._seen = kept
 
-    def see(self, counts: dict[int, Tensor]) -> None:
-        """A part was weighed elsewhere, and had so many targets."""
-        for number, count in counts.items():
-            self._seen[number] = self._seen.get(number, 0) + count
+    def see(self, counts: dict[Hashable, Tensor]) -> None:
+        """Add the counts of a part."""
+        for what, count in counts.items():
+            self._seen[what] = self._seen.get(what, 0) + count
 
     def divide(self, summed: Tensor, mean: _Mean, share: float) -> Tensor:
-        """The sum over a part's targets, as what `weigh` makes its share of the batch's mean."""
+        """Divide a sum over a part's targets; `weigh` makes it a share of the batch's mean."""
         valid = mean.count()
-        if self._items is not None:
-            return summed / valid.clamp(min=1)  # the part's mean; 0 where it has no target
-        self._seen[mean.number] = self._seen.get(mean.number, 0) + valid
-        if mean.number not in self._totals:
-            rule = self._rules.get(mean.number)
-            if rule is None:
-                return summed / self._search(mean) / share
-            self._totals[mean.number] = rule(self._batch)
-        return summed / self._totals[mean.number] / share
+        if self._normalizer is not None:
+            # The part's mean; 0 where it has no target.
+            return summed / torch.where(valid == 0, torch.ones_like(valid), valid)
+        what = ("targets", mean.number)
+        self.see({what: valid})
+        if what not in self._totals:
+            if mean.derived is None:
+                raise BadInput(
+                    "oomph cannot tell from the batch how many targets the loss averages over, so"
+                    f" it cannot weigh micro-batches; {ADVICE}"
+                )
+            self._count(what, mean.derived, mean.count)
+        return summed / self._totals[what] / share
 
-    def refuse_class_weights(self) -> None:
-        """Complain of a mean that is one over the weights of targets, unless the job counts."""
-        if self._items is None:
+    def total(self, what: Hashable, derived: Derived | None, own: Tensor, name: str) -> Tensor:
+        """The whole batch's total of a quantity of which a part has `own`."""
+        if name in _ADD_UP:
+            self.see({what: own.detach()})
+        if what not in self._totals:
+            if derived is None:
+                raise LossChanged("a number that the loss counts in its batch comes from elsewhere")
+            self._count(what, derived, lambda counted: counted)
+        return self._totals[what].to(own)
+
+    def _count(self, what: Hashable, derived: Derived, count: Callable[[Tensor], Tensor]) -> None:
+        def rule(batch: Any) -> Tensor:
+            return count(derived.of(batch, self.samples(batch)))
+
+        self._rules[what] = rule
+        try:
+            self._totals[what] = rule(self._batch)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, ValueError) as error:
             raise BadInput(
-                "a loss with class weights averages over the weights of its targets, which oomph"
-                " does not count by itself: give the job `items=lambda batch: …` that sums them"
-            )
+                "oomph cannot count in the whole batch what the loss counts in a part"
+                f" ({str(error).splitlines()[0]}); {ADVICE}"
+            ) from error
 
     def _settle(self) -> None:
         owed, self._owed = self._owed, []
-        if any(map(bool, owed)):
+        if any(not _is_nothing(*one) for one in owed):
             self._rules = {}
             raise BadInput(
                 "the loss averaged over another number of targets than oomph had counted in the"
                 f" batch; {ADVICE}"
             )
 
-    def _search(self, mean: _Mean) -> Tensor:
-        """The targets in the batch, by all rules that are true of this part."""
-        self._searched = True
-        rules = _find_rules(mean)
-        totals = [rule(self._batch) for rule in rules]
-        if not mean.count():
-            return max(totals)  # any number does for a sum of nothing: the next part tells more
-        if any(bool(total != totals[0]) for total in totals):
-            raise _cannot_tell()
-        if len(rules) == 1:
-            self._rules[mean.number] = rules[0]
-        self._totals[mean.number] = totals[0]
-        return totals[0]
+
+def _is_nothing(owed: Tensor, total: Tensor) -> bool:
+    """Whether two counts are the same; sums of fractions may differ in their last digits."""
+    if not owed.is_floating_point():
+        return not bool(owed)
+    return bool(owed.abs() <= 1e-2 * total.abs())
 
 
-class _MeansOverTargets(TorchFunctionMode):
-    """Sees every mean over class targets that is computed inside."""
+def mean_over_targets(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a call that averages over class targets, by name; None for all others."""
+    if func not in AVERAGES_OVER_TARGETS:
+        return None
+    call = AVERAGES_OVER_TARGETS[func].bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    asked = [given.pop(name, None) for name in _LEGACY]
+    classes = not given["target"].is_floating_point()
+    is_mean = given["reduction"] == "mean" and asked == [None, None] and classes
+    return dict(given) if is_mean else None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _SIGNATURES:
-            call = _SIGNATURES[func].bind(*args, **kwargs)
-            call.apply_defaults()
-            given = call.arguments
-            asked = [given.pop(name, None) for name in _LEGACY]
-            classes = not given["target"].is_floating_point()
-            if given["reduction"] == "mean" and asked == [None, None] and classes:
-                return self.mean(func, given)
-        return func(*args, **kwargs)
+
+class _MeansOverTargets(BatchCalls):
+    """Intercepts every mean over class targets that is computed while it is active."""
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Let `mean` compute means over class targets."""
+        given = mean_over_targets(func, args, kwargs)
+        return func(*args, **kwargs) if given is None else self.mean(func, given)
 
     def mean(self, func: Any, given: dict[str, Any]) -> Tensor:
-        """What becomes of a mean: this function with these arguments."""
+        """Compute a mean, which is a call of this function with these arguments."""
         raise NotImplementedError
 
 
-class _Means(_MeansOverTargets):
-    """Turns means over class targets into the part's share of the whole batch's mean."""
+class _Part(_MeansOverTargets):
+    """Runs a part's forward with the whole batch's counts in place of the part's."""
 
     def __init__(self, weigher: Weigher, part: Any, share: float) -> None:
-        super().__init__()
-        self.results: list[Tensor] = []
+        super().__init__(part, weigher.samples(part))
+        self.means: list[Tensor] = []
         self._weigher = weigher
-        self._part = part
         self._share = share
+        #: Our position in the expected calls, and in those that take sizes.
+        self._expected = self._sizes = 0
+        self._masks: list[Tensor] = []
 
     def mean(self, func: Any, given: dict[str, Any]) -> Tensor:
-        if given["weight"] is not None:
-            self._weigher.refuse_class_weights()
-            return func(**given)  # type: ignore[no-any-return]
+        """The part's share of the whole batch's mean."""
+        target = given["target"]
         mean = _Mean(
-            number=len(self.results),
-            part=self._part,
-            target=given["target"],
+            number=len(self.means),
+            target=target,
+            derived=self.derived(target),
             ignored=_ignored(given),
+            weight=given["weight"],
         )
         summed: Tensor = func(**{**given, "reduction": "sum"})
-        self.results.append(self._weigher.divide(summed, mean, self._share))
-        return self.results[-1]
+        self.means.append(self._weigher.divide(summed, mean, self._share))
+        return self.means[-1]
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Record the masks that select elements, for means over these, and check masked fills."""
+        split = self._weigher.split
+        if split is not None and split.picked and name_of(func) in ("__getitem__", "masked_select"):
+            mask = args[1]
+            if isinstance(mask, Tensor) and mask.dtype is torch.bool and self.derived(mask):
+                self._masks.append(mask)
+        if split is not None and name_of(func) in FILLS and not self._weigher.asks_the_job:
+            self._check_filled(*args[:3])
+        return super().call(func, args, kwargs)
+
+    def _check_filled(self, filled: Tensor, mask: Tensor, source: Tensor) -> None:
+        """Refuse a fill whose source has more or fewer elements than the part's mask selects: in
+        the whole batch, samples would be filled from other samples' elements."""
+        if int(mask.expand_as(filled).count_nonzero()) != source.numel():
+            raise BadInput(
+                "masked_scatter leaves room in a part of the batch, or has something left over, so"
+                f" that samples are filled with what others bring; {ADVICE}"
+            )
+
+    def growing(self, name: str, args: Sequence[Any]) -> tuple[int, ...]:
+        """The growing sizes that the analysis found for this call."""
+        split = self._weigher.split
+        if split is None or self._weigher.asks_the_job:
+            return ()
+        while self._sizes < len(split.sizes):
+            expected, growing, may_be_missing = split.sizes[self._sizes]
+            self._sizes += 1
+            if expected == name:
+                return growing
+            if not may_be_missing:
+                break
+        raise _changed()
+
+    def number(self, at: int, out: Tensor) -> Tensor:
+        """Replace a count by the whole batch's; rescale terms that the analysis marked."""
+        split, weigher = self._weigher.split, self._weigher
+        if split is None or weigher.asks_the_job:
+            return out
+        name = self.numbers[-1]
+        while self._expected < len(split.calls) and split.calls[self._expected][0] != name:
+            if not split.calls[self._expected][1]:
+                raise _changed()
+            self._expected += 1
+        if self._expected == len(split.calls):
+            raise _changed()
+        at, self._expected = self._expected, self._expected + 1
+        if at in split.totals:
+            derived = self.derived(out)
+            if derived is not None and at in split.grown:
+                derived = dataclasses.replace(derived, grown=split.grown[at])
+            return weigher.total(("total", at), derived, out, name)
+        if at in split.picked:
+            out = self._share_of_picked(at, split.picked[at], out)
+        if at in split.rescaled:
+            out = out * self._share ** split.rescaled[at]
+        return out
+
+    def _share_of_picked(self, at: int, which: int, out: Tensor) -> Tensor:
+        """A mean over what a mask selects in the part, as a share of the whole batch's."""
+        mask = self._masks[which]
+        own = mask.count_nonzero()
+        weigher, derived = self._weigher, self.derived(mask)
+        what = ("picked", at)
+        weigher.see({what: own})
+        if what not in weigher._totals:
+            assert derived is not None
+            weigher._count(what, derived, torch.count_nonzero)
+        share = own.to(out.dtype) / weigher._totals[what].to(out)
+        return torch.where(own > 0, out, torch.zeros_like(out)) * (share / self._share)
+
+    def check(self) -> None:
+        """Raise `LossChanged` if an expected call did not come."""
+        split = self._weigher.split
+        if split is None or self._weigher.asks_the_job:
+            return
+        if any(not may_be_missing for _, may_be_missing in split.calls[self._expected :]):
+            raise _changed()
+        self._weigher.doubt(self.sites - split.sites, _CHANGED)
+
+
+def _changed() -> LossChanged:
+    return LossChanged(_CHANGED)
 
 
 def _ignored(given: dict[str, Any]) -> int:
@@ -238,10 +425,11 @@ class _Counted(_MeansOverTargets):
     """Counts what means over class targets average over, and changes nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None, 0)
         self.counts: list[Tensor] = []
 
     def mean(self, func: Any, given: dict[str, Any]) -> Tensor:
+        """Count, and return the function's own result."""
         target, weight = given["target"], given["weight"]
         valid = target != _ignored(given)
         self.counts.append(valid.sum() if weight is None else weight[target[valid]].sum())
@@ -249,185 +437,24 @@ class _Counted(_MeansOverTargets):
 
 
 def count_targets(compute_loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None]:
-    """A loss, and what its first mean over class targets averages over; None without one."""
+    """A loss, and the number (or weight) of targets that its first mean averages over, if any."""
     with _Counted() as counted:
         loss = compute_loss()
     return loss, counted.counts[0] if counted.counts else None
 
 
-# -- where targets come from -----------------------------------------------------------------------
-
-
-def _find_rules(mean: _Mean) -> list[Count]:
-    """Ways to count in a batch that are true of this mean's targets in its part.
-
-    The part may lie elsewhere than its targets: a loss may move them, as an evaluation does.
-    """
-    targets = mean.target.flatten()
-    for only_valid in (False, True):
-        for path, leaf in _likely_targets(mean.part):
-            rules: list[Count] = [
-                functools.partial(_count_at, path, shift, mean.ignored)
-                for shift in (0, 1)
-                if any(
-                    _alike(form.flatten(), targets, mean.ignored, only_valid)
-                    for form in _forms(leaf.to(targets.device), shift, mean.ignored)
-                )
-            ]
-            if rules:
-                return rules
-    raise _cannot_tell()
-
-
-def _likely_targets(part: Any) -> list[tuple[Any, Tensor]]:
-    """Whole numbers in the batch: those called labels or targets first, then from the last on."""
-    leaves = [
-        (path, leaf.long())
-        for path, leaf in reversed(tree_flatten_with_path(part)[0])
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.dtype != torch.bool
-    ]
-    return sorted(leaves, key=lambda at: not re.search("label|target", str(at[0]), re.IGNORECASE))
-
-
-def _forms(labels: Tensor, shift: int, ignored: int) -> list[Tensor]:
-    """What a loss may make of labels: a causal model has no use for each sequence's first."""
-    if not shift:
-        return [labels]
-    shifted = labels[..., 1:]
-    return [shifted, F.pad(shifted, (0, 1), value=ignored)] if labels.dim() > 1 else []
-
-
-def _alike(one: Tensor, other: Tensor, ignored: int, only_valid: bool) -> bool:
-    if only_valid:
-        one, other = one[one != ignored], other[other != ignored]
-    return torch.equal(one, other)
-
-
-def _count_at(path: Any, shift: int, ignored: int, batch: Any) -> Tensor:
-    labels = dict(tree_flatten_with_path(batch)[0])[path].long()
-    return (_forms(labels, shift, ignored)[0] != ignored).sum()
-
-
-def _cannot_tell() -> BadInput:
-    return BadInput(
-        "oomph cannot tell from the batch how many targets the loss averages over, so it cannot"
-        f" weigh micro-batches; {ADVICE}"
-    )
-
-
 def _number(count: Any) -> Tensor:
-    return torch.as_tensor(count).double()
+    number = count if isinstance(count, Tensor) else torch.as_tensor(count, device="cpu")
+    return number.double()
 
 
-# -- what must stay whole --------------------------------------------------------------------------
-
-
-def check_parts(
-    model: nn.Module, batch: Any, compute_loss: Callable[[Any], Tensor], tolerance: float
-) -> None:
-    """Refuse a loss that its parts do not add up to, by trying it on two samples (rule 6).
-
-    It is tried in evaluation, without dropout, and leaves all random streams where they were. A
-    loss that draws random numbers even so, or fails outside training, cannot be tried. One that
-    fails with a sample alone is tried on two pairs.
-    """
-    failed = None
-    for size, words in ((1, "two samples is"), (2, "four samples is")):
-        if failed is not None and batch_size(batch) < 2 * size:
-            break
-        found = _try_parts(model, batch, compute_loss, size)
-        if isinstance(found, Exception):
-            failed = found
-            continue
-        if found is None:
-            return
-        whole, parts = found
-        if math.isfinite(whole) and not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=1e-6):
-            raise BadInput(
-                f"the loss of {words} {whole:.6g}, but {parts:.6g} if each part of {size} is"
-                f" computed alone, so oomph cannot weigh micro-batches; {ADVICE}"
-            )
-        return
-    reason = f"{type(failed).__name__}: {failed}".split("\n")[0]
-    raise BadInput(
-        f"the loss takes no parts of a batch ({reason}); give the job `whole_batch=True`"
-    ) from failed
-
-
-def _try_parts(
-    model: nn.Module, batch: Any, compute_loss: Callable[[Any], Tensor], size: int
-) -> tuple[float, float] | Exception | None:
-    """The loss of two parts of this size at once, and one by one; or what a part failed with.
-
-    None where neither can be told.
-    """
-    both, parts = split_batch(batch, 2 * size)[0], split_batch(batch, size)[:2]
-    weigher = Weigher()
-    weigher.begin(both)
-    # Nothing is compiled for shapes that do not come again.
-    with (
-        torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),
-        in_evaluation(model),
-        _random_streams(model) as was_drawn_from,
-    ):
-        try:
-            whole = float(compute_loss(both))
-        except OomphError:
-            raise
-        except Exception:  # out of memory too: two samples may be more than a part has
-            return None
-        try:
-            computes = [functools.partial(compute_loss, part) for part in parts]
-            weighed = [
-                float(weigher.weigh(part, 0.5, compute))
-                for part, compute in zip(parts, computes, strict=True)
-            ]
-        except OomphError:
-            raise
-        except torch.OutOfMemoryError:
-            return None
-        except Exception as error:
-            return error
-        return None if was_drawn_from() else (whole, sum(weighed))
-
-
-@contextlib.contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """The whole model evaluates; afterwards each part of it trains that did before."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextlib.contextmanager
-def _random_streams(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Puts random streams back; says whether one was drawn from."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-
-    def look() -> list[Any]:
-        states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-        _, key, position, *_ = np.random.get_state()
-        return [*(state.tolist() for state in states), random.getstate(), list(key), position]
-
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices):
-        before = look()
-        try:
-            yield lambda: look() != before
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+# -- models whose batch must stay whole ------------------------------------------------------------
 
 
 def why_whole(model: nn.Module) -> str:
-    """Why a batch of this model must not be split; empty where it may."""
+    """Why a batch of this model must not be split; empty where it may be."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, BatchNorm) and module.training:
             return (
                 f"{path} ({type(module).__name__}) averages over the batch it sees: in parts its"
                 " outputs and statistics would be others"

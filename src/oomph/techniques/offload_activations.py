@@ -1,22 +1,21 @@
-"""Activation offload: what a block saves for backward waits outside the GPU until it is needed.
+"""Activation offload: keep what a block saves for backward outside the GPU until it is needed.
 
-While an offloaded block runs forward, each tensor that autograd saves starts to leave as soon as it
-is saved, and autograd keeps a note instead. The model is seen as a sequence of *parts*: its blocks,
-and whatever else it calls between them. When the part after the block ends, the copies are waited
-for and the GPU's memory is given back; when that part's backward begins, they start to come back.
-So a block's copies have the time of a part to hide behind, each way. Both moments are given by the
-program, not by how fast the link happens to be: a rehearsal finds them where they are for real.
-It waits in host memory, or on the disk behind it, which is told when forward ends what comes next.
+While an offloaded block runs forward, the copy of each tensor to the host starts as soon as
+autograd saves it, and autograd keeps a note instead. The model is seen as a sequence of *parts*:
+its blocks, and the modules that it calls between them. When the part after the block ends, the
+copies are waited for and the GPU memory is freed; when that part's backward begins, the copies back
+start. So a block's copies can overlap with one part, each way. The program determines both moments,
+not the speed of the link, so a rehearsal sees them where they really are. The data is kept in host
+memory or on disk; when forward ends, the disk store is told the order in which it will be fetched.
 
-Memory is told apart by storage. Views of one leave once and come back as the same views; what two
-blocks save leaves once for both; what the model owns or was given stays, for it would not be freed.
+Memory is identified by storage. Views of one storage are offloaded once and come back as the same
+views; a tensor that two blocks save is offloaded once for both; what the model owns or was given
+stays, because offloading it would free nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
+import copy
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,26 +24,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-from oomph.host.link import Link
-from oomph.host.parked import HostParking, Parked
-from oomph.host.parked_on_disk import DiskParking
-from oomph.host.slots import OpenSlots
+from oomph.memory.evicted import Evicted, HostEvictionStore
+from oomph.memory.evicted_to_disk import DiskEvictionStore
+from oomph.memory.link import Link
+from oomph.memory.numbered_store import OpenStore
+from oomph.techniques.batch_calls import unwatched
 from oomph.techniques.recompute import replace_forward
+from oomph.techniques.surroundings import is_transformed
 from oomph.techniques.technique import Undo
+from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
+from oomph.torch_compat.function_modes import disabled_torch_function
+from oomph.torch_compat.functorch import is_wrapped
+from oomph.torch_compat.pytree import tree_leaves
 
-#: Weakly: weights that are streamed give their memory back, and an activation may then have it.
+#: Weak references: streamed weights free their memory, and an activation may then get it.
 _Storages = weakref.WeakSet[torch.UntypedStorage]
 
-#: Bytes below which a tensor stays: starting its copies takes longer than they do.
+#: Smaller tensors (in bytes) stay: launching their copies takes longer than the copies.
 SMALLEST = 1 << 18
 
 
 class ActivationOffload:
-    """Moves what blocks of one model save to the host and back, or to the disk that it opens."""
+    """Offloads what the blocks of one model save: to the host, or to the disk store it opens."""
 
     def __init__(
         self,
@@ -53,39 +55,39 @@ class ActivationOffload:
         *,
         device_type: str = "cuda",
         smallest: int = SMALLEST,
-        disk: OpenSlots | None = None,
+        disk: OpenStore | None = None,
     ) -> None:
         self._model = model
         self._device_type = device_type
         self._smallest = smallest
-        self._parking = HostParking(link) if disk is None else DiskParking(disk)
-        #: What is parked, for as long as somebody holds the memory that it was copied from.
-        self._parked: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[Parked]] = (
+        self._eviction_store = HostEvictionStore(link) if disk is None else DiskEvictionStore(disk)
+        #: Evicted memory by the storage that it was copied from, as long as that is alive.
+        self._evicted: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[Evicted]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Calls whose copies nobody has waited for yet.
+        #: Calls whose copies have not been waited for yet.
         self._leaving: list[_Call] = []
-        #: Those of the forward that runs, in their order; None while none does.
+        #: The calls of the running forward, in order; None while no forward runs.
         self._calls: list[_Call] | None = None
         self._wrapped: dict[nn.Module, _Wrapped] = {}
-        #: Storages that others hold while the model runs: its parameters, its buffers, its inputs.
+        #: Storages that stay alive while the model runs: its parameters, buffers and inputs.
         self._held: _Storages | None = None
         self._follows: list[Any] = []
         self._watches = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
+            model.register_forward_pre_hook(_Watch(self._begin), with_kwargs=True),
+            model.register_forward_hook(_Watch(self._end), always_call=True),
         ]
 
     def wrap(self, block: nn.Module, which: Collection[int] | None = None, *, lag: int = 1) -> Undo:
-        """Offload what `block` saves, or of that what `which` names by its order of saving.
+        """Offload what `block` saves; with `which`, only those storages, by their order of saving.
 
-        To be called after the block was made to recompute itself or was compiled: what is saved
-        then is what such a block saves, which is its inputs where all of it is recomputed. `lag`
-        is how many parts of the model its copies have time for, both ways.
+        Call it after the block was set up to be recomputed or was compiled, because that changes
+        what it saves (only its inputs if all of it is recomputed). `lag` is the number of model
+        parts that its copies may overlap with, each way.
         """
         assert lag >= 1, "copies need the time of at least one part"
         wrapped = _Wrapped(block, None if which is None else frozenset(which), lag)
-        put_back = replace_forward(block, functools.partial(self._run, wrapped))
+        put_back = replace_forward(block, _OffloadedForward(self, wrapped))
         self._wrapped[block] = wrapped
         self._unfollow()
 
@@ -99,28 +101,28 @@ class ActivationOffload:
         return undo
 
     def sizes(self, block: nn.Module) -> tuple[int, ...]:
-        """Bytes of each memory that `block` saved in its last forward, in the order of saving."""
+        """Bytes of each storage that `block` saved in its last forward, in the order of saving."""
         return tuple(self._wrapped[block].sizes)
 
     def undo(self) -> None:
-        """Give every block its forward back and free the memory outside the GPU.
+        """Restore every block's forward and free the memory outside the GPU.
 
-        A graph that is still to go backward keeps what it needs of it until then.
+        A graph whose backward is still to run keeps the memory that it needs until then.
         """
         for wrapped in reversed(list(self._wrapped.values())):
             wrapped.undo()
         for watch in self._watches:
             watch.remove()
         self._leave(self._leaving)
-        self._parking.clear()
-        self._parked.clear()
+        self._eviction_store.clear()
+        self._evicted.clear()
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _run(self, wrapped: _Wrapped, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+    def run(self, wrapped: _Wrapped, *args: Any, **kwargs: Any) -> Any:
+        """Run a block's forward and start offloading what it saves."""
+        if not torch.is_grad_enabled() or is_transformed():
             return wrapped.forward(*args, **kwargs)
-        args, kwargs = wrapped.arranged(args, kwargs)
         call = _Call(self, wrapped)
         try:
             with saved_tensors_hooks(call.pack, _unpack):
@@ -135,43 +137,53 @@ class ActivationOffload:
         _on_gradient(output, [call, *due])
         return output
 
+    @unwatched()
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model's forward begins."""
+        """Prepare for the model's forward, which begins."""
+        if is_transformed():
+            return
         if torch.is_grad_enabled():
             self._calls = []
-            self._parking.expect(())
+            self._eviction_store.expect(())
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._held = _owned_by(model) | _storages(inputs)
         if not self._follows:
-            # Found anew after each change: a block that is wrapped is no longer part of another.
+            # Found again after each change: a wrapped block is no longer inside another part.
             self._follows = [
-                part.register_forward_hook(self._part_ended)
+                part.register_forward_hook(_Watch(self._part_ended))
                 for part in set(_parts(self._model, self._wrapped))
             ]
 
+    @unwatched()
     def _part_ended(self, _: nn.Module, __: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_transformed():
             due = self._due()
             self._leave(due)
             _on_gradient(output, due)
 
+    @unwatched()
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
-        """The model's forward ended, or failed: nothing may be left under way."""
+        """Finish all copies after the model's forward ended or failed."""
+        if is_transformed():
+            return
         self._held = None
         due = list(self._leaving)
         self._leave(due)
         _on_gradient(output, due)
         calls, self._calls = self._calls, None
         if calls is not None:
-            self._parking.expect(parked for call in reversed(calls) for parked in call.coming())
+            self._eviction_store.expect(
+                evicted for call in reversed(calls) for evicted in call.coming()
+            )
 
     def _due(self, *, but: _Call | None = None) -> list[_Call]:
-        """The calls whose time for copying is over, now that another part ended."""
+        """The calls whose lag is used up, now that another part ended."""
         others = [call for call in self._leaving if call is not but]
         for call in others:
             call.lag -= 1
         return [call for call in others if call.lag <= 0]
 
+    @unwatched()
     def _leave(self, calls: Iterable[_Call]) -> None:
         for call in list(calls):
             self._leaving.remove(call)
@@ -184,22 +196,21 @@ class ActivationOffload:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def find_or_park(self, tensor: Tensor, position: object) -> tuple[Parked, bool]:
-        """What is parked of this tensor's memory, and whether it was parked only now."""
+    def find_or_evict(self, tensor: Tensor, position: object) -> tuple[Evicted, bool]:
+        """The evicted copy of this tensor's memory, and whether it was made only now."""
         storage = tensor.untyped_storage()
-        known = self._parked.get(storage)
-        parked = known() if known is not None else None
-        if parked is not None and parked.holds(tensor):
-            return parked, False
-        parked = self._parking.park(tensor, position)
-        self._parked[storage] = weakref.ref(parked)
-        return parked, True
+        known = self._evicted.get(storage)
+        evicted = known() if known is not None else None
+        if evicted is not None and evicted.holds(tensor):
+            return evicted, False
+        evicted = self._eviction_store.evict(tensor, position)
+        self._evicted[storage] = weakref.ref(evicted)
+        return evicted, True
 
     def may_leave(self, tensor: Tensor, owned_by_block: _Storages) -> bool:
-        """Whether this is an activation on the GPU that can be copied as it is."""
+        """Whether this is an activation on the GPU that can be copied byte by byte."""
         if (
             tensor.device.type != self._device_type
-            or tensor.layout is not torch.strided
             or not _is_plain(tensor)
             or is_traceable_wrapper_subclass(tensor)
             or tensor.is_inference()
@@ -210,7 +221,7 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         if not storage.nbytes() or storage.nbytes() % tensor.element_size():
             return False
-        if self._held is None:  # somebody calls the block without the model
+        if self._held is None:  # the block was called without the model
             self._held = _owned_by(self._model)
         return storage not in self._held and storage not in owned_by_block
 
@@ -230,21 +241,38 @@ class _Wrapped:
         self.lag = lag
         self.forward: Callable[..., Any] = block.forward
         self.sizes: list[int] = []
-        self._signature = _recomputed_signature(self.forward)
 
-    def arranged(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The call's arguments, as many as possible by position.
 
-        A recomputed block saves tensors that are given by position; one that is given by name is
-        held by the function that recomputes, where nobody sees it.
-        """
-        if self._signature is None or not kwargs:
-            return args, kwargs
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return args, kwargs  # the call itself will say what is wrong
-        return bound.args, bound.kwargs
+class _OffloadedForward:
+    """The forward of an offloaded block."""
+
+    def __init__(self, offload: ActivationOffload, wrapped: _Wrapped) -> None:
+        self._offload, self._wrapped = offload, wrapped
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._offload.run(self._wrapped, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Give a copied block the copy of its own forward."""
+        copied: Callable[..., Any] = copy.deepcopy(self._wrapped.forward, memo)
+        return copied
+
+
+class _Watch:
+    """A hook on a module; in a copy of the module it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._call(*args, **kwargs)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Callable[..., None]:
+        return _see_nothing
+
+
+def _see_nothing(*_: Any, **__: Any) -> None:
+    """The hook that a copied module has in place of a `_Watch`."""
 
 
 class _Call:
@@ -255,44 +283,44 @@ class _Call:
         self.sizes: list[int] = []
         self._offload = offload
         self._wrapped = wrapped
-        # Anew for each call: weights that are streamed are elsewhere each time.
+        # Looked up in each call: streamed weights have new memory each time.
         self._owned = _owned_by(wrapped.block)
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._leaving: list[Parked] = []
-        #: What was saved, without keeping it: the graph does.
-        self._saved: list[weakref.ref[Parked]] = []
+        self._leaving: list[Evicted] = []
+        #: Weak references to what was saved; the graph keeps it alive.
+        self._saved: list[weakref.ref[Evicted]] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _Note:
-        """Called by autograd with each tensor that it saves."""
+        """Replace an offloaded tensor by a note; autograd calls this with each tensor it saves."""
         if not self._offload.may_leave(tensor, self._owned):
             return tensor
         number, nbytes = self._number_of(tensor), tensor.untyped_storage().nbytes()
         which = self._wrapped.which
         if not self._offload.is_worth_it(nbytes) or (which is not None and number not in which):
             return tensor
-        parked, is_new = self._offload.find_or_park(tensor, (self._wrapped.block, number))
+        evicted, is_new = self._offload.find_or_evict(tensor, (self._wrapped.block, number))
         if is_new:
-            self._leaving.append(parked)
-        if not any(saved() is parked for saved in self._saved):
-            self._saved.append(weakref.ref(parked))
-        return _Note(parked, tensor)
+            self._leaving.append(evicted)
+        if not any(saved() is evicted for saved in self._saved):
+            self._saved.append(weakref.ref(evicted))
+        return _Note(evicted, tensor)
 
     def leave(self) -> None:
-        """Give the GPU's memory back."""
-        for parked in self._leaving:
-            parked.leave()
+        """Wait for the copies and free the GPU memory."""
+        for evicted in self._leaving:
+            evicted.leave()
         self._leaving.clear()
 
     def fetch(self) -> None:
-        """Start to bring everything back, what was saved last first."""
-        for parked in self.coming():
-            parked.fetch()
+        """Start all copies back to the GPU, last saved first."""
+        for evicted in self.coming():
+            evicted.fetch()
 
-    def coming(self) -> Iterator[Parked]:
-        """All that backward will want, in this order."""
-        return (parked for saved in reversed(self._saved) if (parked := saved()) is not None)
+    def coming(self) -> Iterator[Evicted]:
+        """The evicted memory that backward will need, in that order."""
+        return (evicted for saved in reversed(self._saved) if (evicted := saved()) is not None)
 
     def _number_of(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -304,24 +332,24 @@ class _Call:
 
 
 class _Note:
-    """What autograd keeps instead of a tensor: where its memory is, and which view of it it is."""
+    """What autograd keeps in place of a tensor: its evicted memory, and the view it had of it."""
 
-    def __init__(self, parked: Parked, tensor: Tensor) -> None:
-        self._parked = parked
+    def __init__(self, evicted: Evicted, tensor: Tensor) -> None:
+        self._evicted = evicted
         self._dtype = tensor.dtype
         self._view = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self._is_wanted = True
-        parked.want()
+        evicted.want()
 
     def tensor(self) -> Tensor:
         first, self._is_wanted = self._is_wanted, False
-        flat = self._parked.take(first=first)
+        flat = self._evicted.take(first=first)
         same = flat if flat.dtype is self._dtype else flat.view(self._dtype)
         return same.as_strided(*self._view)
 
     def __del__(self) -> None:
         if self._is_wanted:
-            self._parked.unwant()
+            self._evicted.unwant()
 
 
 def _unpack(kept: Tensor | _Note) -> Tensor:
@@ -329,7 +357,7 @@ def _unpack(kept: Tensor | _Note) -> Tensor:
 
 
 def _on_gradient(output: Any, calls: list[_Call]) -> None:
-    """Have these calls' tensors fetched when the backward of what made `output` begins."""
+    """Fetch these calls' tensors when the backward of the part that made `output` begins."""
     if not calls:
         return
 
@@ -343,11 +371,12 @@ def _on_gradient(output: Any, calls: list[_Call]) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is no tensor of a kind that answers for itself, such as logits not yet there."""
+    """Whether it is a view of one storage: not sparse, not a `torch.func` wrapper, and not of a
+    subclass with its own `__torch_function__`, such as logits that are not computed yet."""
+    if tensor.layout is not torch.strided or is_wrapped(tensor):
+        return False
     function = type(tensor).__torch_function__
-    return (
-        function is torch._C._disabled_torch_function_impl or function == Tensor.__torch_function__
-    )
+    return function is disabled_torch_function or function == Tensor.__torch_function__
 
 
 def _owned_by(module: nn.Module) -> _Storages:
@@ -360,7 +389,7 @@ def _storages(tensors: Iterable[Tensor]) -> _Storages:
 
 
 def _parts(module: nn.Module, wrapped: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """The largest modules inside that are called as one and have no wrapped module in them."""
+    """The largest submodules that are called as a whole and contain no wrapped module."""
     for child in module.children():
         if child in wrapped:
             continue
@@ -369,12 +398,3 @@ def _parts(module: nn.Module, wrapped: Collection[nn.Module]) -> Iterator[nn.Mod
             yield child
         else:
             yield from _parts(child, wrapped)
-
-
-def _recomputed_signature(forward: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of what a recomputed block runs; None where it is not recomputed."""
-    if not (isinstance(forward, functools.partial) and forward.func is checkpoint):
-        return None
-    with contextlib.suppress(TypeError, ValueError):
-        return inspect.signature(forward.args[0])
-    return None

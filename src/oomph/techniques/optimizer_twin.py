@@ -1,8 +1,8 @@
-"""A second optimizer of the same class that steps a few tensors with state it is handed.
+"""A second optimizer of the same class that steps a few tensors with the state it is given.
 
-The user's own optimizer stays as it is: its groups, its state and whatever patched its step. The
-twin is given some tensors, one of the user's groups and the state of each tensor, makes the step
-that the user's would make of them, and forgets them.
+The user's own optimizer stays as it is: its groups, its state and any patch of its step. The twin
+is given some tensors, one of the user's groups and the state of each tensor, makes the step that
+the user's optimizer would make, and forgets them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.techniques.optimizer_in_backward import PER_PARAMETER, runs_step_of
+from oomph.techniques.fused_optimizer import steps_rightly_on_cpu
+from oomph.techniques.optimizer_steps import PER_PARAMETER, runs_step_of
 from oomph.techniques.partial_steps import part_of_a_step
 
-#: Have a fused kernel on the CPU.
+#: Optimizers with a fused kernel on the CPU.
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-#: Look at more of a parameter than one element at a time.
+#: Optimizers whose step is not elementwise.
 _WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
 
 Group = Mapping[str, Any]
@@ -28,10 +29,10 @@ State = dict[str, Any]
 
 
 class OptimizerTwin:
-    """Steps what it is given as `optimizer` would; `on_host` by the CPU's best kernel."""
+    """Steps given tensors as `optimizer` would; with `on_host`, by the CPU's fastest kernel."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> None:
-        self._twin = copy.copy(optimizer)  # without its hooks and what was patched into it
+        self._twin = copy.copy(optimizer)  # without its hooks and a patched step
         own = {name: value for name, value in vars(optimizer).items() if name != "step"}
         for name in own.keys() - vars(self._twin).keys():
             setattr(self._twin, name, own[name])
@@ -39,13 +40,16 @@ class OptimizerTwin:
         self._twin.param_groups = []
         self._flags: dict[str, Any] = {}
         if on_host:
-            fused = runs_step_of(optimizer, _FUSED_ON_CPU)
+            owned = [p for group in optimizer.param_groups for p in group["params"]]
+            fused = runs_step_of(optimizer, _FUSED_ON_CPU) and all(
+                p.is_floating_point() and steps_rightly_on_cpu(optimizer, p) for p in owned
+            )
             known = optimizer.defaults
             wanted = {"fused": fused, "foreach": None if fused else True, "capturable": False}
             self._flags = {name: value for name, value in wanted.items() if name in known}
 
     def step(self, group: Group, tensors: Sequence[Tensor], states: Sequence[State]) -> list[State]:
-        """Step tensors that have gradients; their states afterwards, which may be new ones."""
+        """Step tensors that have gradients; returns their states, which may be new objects."""
         twin = self._twin
         twin.param_groups = [{**group, **self._flags, "params": list(tensors)}]
         for tensor, state in zip(tensors, states, strict=True):
@@ -61,12 +65,12 @@ class OptimizerTwin:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of part of a parameter is that part of the parameter's step."""
+    """Whether stepping a slice of a parameter gives that slice of the parameter's step."""
     return runs_step_of(optimizer, PER_PARAMETER) and not runs_step_of(optimizer, _WHOLE)
 
 
 def frozen_groups(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list[Group]:
-    """The groups' hyper-parameters as they are now, whatever a scheduler does to them later."""
+    """Copies of the groups' hyper-parameters, which a scheduler does not change later."""
 
     def frozen(value: Any) -> Any:
         if isinstance(value, Tensor):

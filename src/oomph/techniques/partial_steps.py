@@ -1,7 +1,8 @@
-"""Optimizer steps that are made in parts: whoever follows whole steps is told once, at the end.
+"""Optimizer steps that are made in parts: hooks that follow whole steps are called once at the end.
 
-A hook on the steps of all optimizers would be called for every part. One whose object has
-`follows_whole_steps` set is not meant to: it asks `is_partial` and waits for `tell_followers`.
+PyTorch calls a hook on the steps of all optimizers for every part. A hook whose object has
+`follows_whole_steps` set ignores these calls (it checks `is_partial`) and acts when
+`tell_followers` calls it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
-#: By thread: each device has its own for backward.
+from oomph.torch_compat.optimizers import post_hooks_of_all
+
+#: Thread-local, because each device has its own backward thread.
 _partial = threading.local()
 
 
 @contextlib.contextmanager
 def part_of_a_step() -> Iterator[None]:
-    """While active, an optimizer that steps makes only a part of a step."""
+    """While active, a call of an optimizer's step counts as a part of a step."""
     before = is_partial()
     _partial.is_active = True
     try:
@@ -30,17 +32,17 @@ def part_of_a_step() -> Iterator[None]:
 
 
 def is_partial() -> bool:
-    """Whether the step that an optimizer makes now is only a part of one."""
+    """Whether the optimizer step that runs now is only a part of a step."""
     return getattr(_partial, "is_active", False)
 
 
 def is_follower(hook: Any) -> bool:
-    """Whether a hook on an optimizer's step minds parts of steps by itself."""
+    """Whether a hook on an optimizer's step handles partial steps itself."""
     return getattr(getattr(hook, "__self__", None), "follows_whole_steps", False)
 
 
 def tell_followers(optimizer: torch.optim.Optimizer) -> None:
-    """The last part of a step was made."""
-    for hook in list(_global_optimizer_post_hooks.values()):
+    """Call the followers' hooks after the last part of a step."""
+    for hook in list(post_hooks_of_all.values()):
         if is_follower(hook):
             hook(optimizer, (), {})

@@ -1,11 +1,10 @@
-"""Weights where they wait and compute: those of some blocks on the host or on the disk, all others
-on the GPU.
+"""Place the weights: those of offloaded blocks on the host or on disk, all others on the GPU.
 
-A model that was built on the host is then never on the GPU as a whole, and no two copies of it are
-on the host: blocks go to their memory one after the other, the rest one parameter at a time. With
-masters, in this order, and back in the other one:
+A model that was built on the host is then never on the GPU as a whole, nor on the host twice:
+blocks are moved to their memory one after the other, the rest one parameter at a time. With
+masters, apply in this order, and undo in reverse:
 
-    masters = MasterWeights(model, optimizer)  # fp32 as it was, and rounded beside it
+    masters = MasterWeights(model, optimizer)  # fp32 masters, with rounded weights beside them
     placed = PlacedWeights(model, blocks, link, device=device)
     host = HostOptimizer(…, masters=masters, weights=placed.streamed, home=placed.home)
 """
@@ -18,14 +17,15 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from oomph.host.link import Link
-from oomph.techniques.cold_weights import OnDisk
+from oomph.memory.link import Link
+from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.streamed_weights import Source, StreamedWeights
 from oomph.techniques.technique import Undo
+from oomph.torch_compat.modules import buffers_of
 
 
 class PlacedWeights:
-    """A model that computes on `device`, with the weights of the blocks `away` on the host.
+    """Makes a model compute on `device`, with the weights of the blocks `away` offloaded.
 
     `ahead`, `wraps`, `on_disk` and `source` are as for `StreamedWeights`.
     """
@@ -43,7 +43,7 @@ class PlacedWeights:
         source: Source | None = None,
     ) -> None:
         self._homes: dict[Tensor, torch.device] = {p: p.device for p in model.parameters()}
-        #: Those that are away; None where all are on the device.
+        #: The offloaded weights; None where all are on the device.
         self.streamed: StreamedWeights | None = None
         streamed: set[nn.Parameter] = set()
         with contextlib.ExitStack() as undos:
@@ -66,20 +66,20 @@ class PlacedWeights:
             self._undos = undos.pop_all()
 
     def home(self, parameter: Tensor) -> torch.device:
-        """Where a parameter of the model was before, and will be again."""
+        """The device that a parameter was on before, and returns to."""
         return self._homes[parameter]
 
     def undo(self) -> None:
-        """Every weight is where it was before, with the numbers that it has now."""
+        """Move every weight back to where it was, with its current values."""
         if self.streamed is not None:
-            self.streamed.undo()  # before all else: it may be refused, and asked for again
+            self.streamed.undo()  # first, because it may be refused and called again
         self._undos.close()
 
 
 def _fill(
     model: nn.Module, device: torch.device, source: Source, *, but: Collection[nn.Parameter]
 ) -> Undo:
-    """Give stand-ins their numbers on a device, but for some; undone, they hold none again."""
+    """Give stand-ins, except `but`, their values on a device; undo makes them empty again."""
     empty = {parameter: parameter.data for parameter in model.parameters() if parameter not in but}
 
     def undo() -> None:
@@ -98,14 +98,14 @@ def _fill(
 def move_model(
     model: nn.Module, device: torch.device, *, but: Collection[nn.Parameter] = ()
 ) -> Undo:
-    """Put parameters and buffers on a device, but for some; undone, they are where they were."""
+    """Move parameters and buffers, except `but`, to a device; undo moves them back."""
     parameters = [
         (p, p.device) for p in model.parameters() if p not in but and not _is_on(p, device)
     ]
     buffers = [
         (module, name, buffer.device)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None and not _is_on(buffer, device)
     ]
 
@@ -113,8 +113,8 @@ def move_model(
         for parameter, origin in parameters:
             parameter.data = parameter.data.to(to or origin)
         for module, name, origin in buffers:
-            buffer = module._buffers[name]
-            module._buffers[name] = buffer.to(to or origin) if buffer is not None else None
+            buffer = buffers_of(module)[name]
+            buffers_of(module)[name] = buffer.to(to or origin) if buffer is not None else None
 
     def undo() -> None:
         move(None)
@@ -128,12 +128,14 @@ def move_model(
 
 
 def move_training(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Undo:
-    """Put a model and its optimizer's state on a device; undone, they are where they were."""
+    """Move a model and its optimizer's state to a device; undo moves them back."""
     undo_model = move_model(model, device)
 
     def follow() -> None:
-        """State is beside its parameter, but for counters, whose place the optimizer knows."""
+        """Move state to its parameter's device, except counters, which the optimizer places."""
         for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, Tensor):
+                continue  # an entry of the user's own optimizer class, which places it itself
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = value.to(parameter.device)

@@ -1,16 +1,22 @@
-"""Recompute: forget what a block saved for backward and run its forward again when it is needed.
+"""Recompute: drop what a block saves for backward, and run its forward again when it is needed.
 
-As a whole, or but for the results of chosen ops, which are kept. Ops are named by their kind and
-how often it ran before in the block: `attention#0`, `product#3`. The names are the same on every
-device, in eager mode and inside a compiled block.
+Everything is recomputed, or all but the results of chosen ops, which are kept. An op is named by
+its kind and the number of earlier ops of that kind in the block: `attention#0`, `product#3`. The
+names are the same on every device, in eager mode and inside a compiled block.
+
+The second run of a forward starts from the same state as the first, whatever the forward writes to,
+and its own writes are dropped (`ForwardCall`): buffers, counters, lists and generators are those
+of one forward. Now and then both runs are compared op by op (`SameAgain`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,11 +27,17 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from oomph.techniques.batch_calls import unwatched
+from oomph.techniques.forward_call import ForwardCall, Repeated
+from oomph.techniques.kept_results import KeptResults
+from oomph.techniques.surroundings import is_transformed
 from oomph.techniques.technique import Undo
 
 aten = torch.ops.aten
 
-#: Ops whose results are worth keeping: they take long for the bytes they leave.
+_Make = Callable[[], AbstractContextManager[Any]]
+
+#: Ops whose results are worth keeping: they take long relative to the bytes of their results.
 KINDS: dict[Any, str] = {
     **dict.fromkeys(
         (
@@ -51,25 +63,65 @@ KINDS: dict[Any, str] = {
 }
 
 
-def recompute(block: nn.Module, keep: Collection[str] = (), *, compiled: bool = False) -> Undo:
-    """Make `block` recompute itself in backward, but for the results of the ops in `keep`.
+def recompute(
+    block: nn.Module, keep: Collection[str] = (), *, compiled: bool = False, name: str = ""
+) -> Undo:
+    """Make `block` recompute itself in backward, except the results of the ops in `keep`.
 
-    `compiled` says that it will be compiled: its graphs write to buffers once in any case, and
-    would not take a context of ours.
+    `compiled` says that it will be compiled: its graphs write to buffers only once in any case, and
+    cannot run inside our contexts. `name` is used in error messages.
     """
     forward = block.forward
+    if not compiled:
+        return replace_forward(block, Recomputed(block, forward, frozenset(keep), name))
     options: dict[str, Any] = {"use_reentrant": False}
-    counting = [] if compiled else [m for m in block.modules() if _counts_statistics(m)]
-    if keep or counting:
-        options["context_fn"] = functools.partial(_contexts, frozenset(keep), counting)
+    if keep:
+        options["context_fn"] = functools.partial(_selecting, frozenset(keep))
     return replace_forward(block, functools.partial(checkpoint, forward, **options))
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Give one module another forward; undo leaves it exactly as it was.
+class Recomputed:
+    """The forward of a block that is recomputed."""
 
-    Inside compiled blocks give a method of a plain function: a `functools.partial` is another
-    object in each block, for which PyTorch would compile each one anew.
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], keep: frozenset[str], name: str
+    ) -> None:
+        self._block = Repeated(block, forward, name or type(block).__name__)
+        self._keep = keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; inside `torch.func` plainly, because our saving hooks would not run."""
+        if not torch.is_grad_enabled() or is_transformed():
+            return self._block.forward(*args, **kwargs)
+        # Our own bookkeeping calls are not the model's: modes that watch those must not see them.
+        with unwatched() as watching:
+            call = ForwardCall(self._block, args, kwargs, watching)
+            contexts = functools.partial(self._contexts, call)
+            leaves = call.take_leaves()
+            return checkpoint(call.run, *leaves, use_reentrant=False, context_fn=contexts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Give a copied block its own plain forward; the records of calls are not copied."""
+        copied: Callable[..., Any] = copy.deepcopy(self._block.forward, memo)
+        return copied
+
+    def _contexts(self, call: ForwardCall) -> tuple[Any, Any]:
+        """The contexts of the forward and of the recomputation."""
+        first: _Make = _nothing
+        again: _Make = _nothing
+        if self._keep:
+            kept = KeptResults(self._keep, KINDS, self._block.error)
+            first, again = kept.first, kept.again
+        return _Nested(call.watched, first, call.compared), _Nested(
+            call.again, again, call.compared
+        )
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Replace one module's forward; undo restores it exactly.
+
+    Inside compiled blocks, pass a plain function bound as a method: a `functools.partial` is a
+    different object in each block, so PyTorch would compile each block again.
     """
     own = module.__dict__.get("forward")
     module.forward = forward
@@ -83,37 +135,35 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     return undo
 
 
-def _contexts(keep: frozenset[str], counting: Sequence[nn.Module]) -> Any:
-    """What forward runs in, and what recomputation runs in."""
-    first: Any = contextlib.nullcontext()
-    again: Any = contextlib.nullcontext()
-    if keep:
-        # Counted anew in each forward and in each recomputation, which both begin here.
-        first, again = create_selective_checkpoint_contexts(
-            functools.partial(_policy, keep, {False: Counter(), True: Counter()})
-        )
-    return first, _with_statistics_aside(again, counting) if counting else again
+_nothing = contextlib.nullcontext
 
 
-def _counts_statistics(module: nn.Module) -> bool:
-    """Whether a forward in training changes what the module knows of its inputs."""
-    norm = isinstance(module, nn.modules.batchnorm._NormBase)
-    return norm and bool(module.track_running_stats)
+class _Nested:
+    """Combines contexts into one that can be entered again, for backward through a retained graph.
+
+    The contexts are created when this is entered, the outermost first.
+    """
+
+    def __init__(self, *contexts: _Make) -> None:
+        self._contexts = contexts
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for make in self._contexts:
+                stack.enter_context(make())
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
-@contextlib.contextmanager
-def _with_statistics_aside(around: Any, counting: Sequence[nn.Module]) -> Iterator[None]:
-    """While active, running statistics are updated in copies: forward updated them already."""
-    kept = [dict(module._buffers) for module in counting]
-    for module in counting:
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer.clone() if buffer is not None else None
-    try:
-        with around:
-            yield
-    finally:
-        for module, buffers in zip(counting, kept, strict=True):
-            module._buffers.update(buffers)
+def _selecting(keep: frozenset[str]) -> tuple[Any, Any]:
+    """The compiler's equivalent of `KeptResults`, which works only once for each graph."""
+    # Each forward and its recomputation count from zero, because both start here.
+    return create_selective_checkpoint_contexts(  # type: ignore[no-any-return]
+        functools.partial(_policy, keep, {False: Counter(), True: Counter()})
+    )
 
 
 def _policy(

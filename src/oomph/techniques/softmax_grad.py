@@ -4,12 +4,13 @@ Only one chunk of logits exists at a time. It is turned in place into its own gr
 minus one-hot, which goes straight into the gradients of the rows and of the weight: nothing as wide
 as the vocabulary is kept for backward, and nothing is computed twice.
 
-The gradients are kept unscaled until backward, where they are multiplied by the incoming gradient
-over the number of targets, in fp32: small numbers do not vanish in fp16.
+The gradients are kept unscaled until backward, where they are multiplied in fp32 by the incoming
+gradient over the number of targets, so that small values do not underflow in fp16.
 
 On a GPU, half-precision products over a vocabulary that is no multiple of 8 cannot load 16 bytes at
-a time and take several times as long. There the weight is copied with rows of zeros behind it, and
-the logits get as many columns, which have no part in the softmax and a gradient of zero.
+a time and take several times as long. There the weight is copied and padded with rows of zeros, and
+the logits get the same number of extra columns, which the softmax ignores and whose gradient is
+zero.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from oomph.torch_compat.autograd import keeps_graph
+
 #: Elements of a chunk that the plain implementation converts to fp32 at a time.
 _CONVERTED_AT_A_TIME = 1 << 22
-#: fp16 knows no number below 6e-8, and a rare token's probability is near that. A power of two, so
-#: that nothing is rounded, and small enough for the rows' gradient to stay below fp16's largest.
+#: fp16 has no number below 6e-8, and a rare token's probability is near that. A power of two rounds
+#: nothing; this one is small enough to keep the rows' gradient below fp16's largest number.
 _FP16_FACTOR = 256.0
-#: Half-precision numbers in 16 bytes, which fast kernels load at a time.
+#: Half-precision numbers in 16 bytes, which fast kernels load at once.
 _LOADED_AT_A_TIME = 8
-#: What a vocabulary is padded to that is no multiple of these: whole tiles, and little memory.
+#: Other vocabularies are padded to a multiple of this: whole tiles, and little memory.
 _PADDED_TO = 64
 
 
@@ -41,14 +44,14 @@ class LossOptions:
     """How a chunked loss is computed."""
 
     compute_dtype: torch.dtype
-    """What the logits are computed in: what the untouched layer would answer in."""
+    """The dtype of the logits: the dtype that the untouched layer would return."""
     tokens: int
     """Rows per chunk."""
     ignore_index: int
     mean: bool
     """Divide by the number of targets that count, or only sum."""
     scale: float = 1.0
-    """What the logits are multiplied by before the softmax."""
+    """The factor of the logits before the softmax."""
 
 
 def chunked_cross_entropy(
@@ -59,9 +62,9 @@ def chunked_cross_entropy(
     options: LossOptions,
     added: Tensor | None = None,
 ) -> Tensor:
-    """`cross_entropy(scale * (linear(rows, weight, bias) + added), target)`; in fp32, or fp64.
+    """`cross_entropy(scale * (linear(rows, weight, bias) + added), target)`, in fp32 or fp64.
 
-    `added` has a number for each class, which nobody trains, in the dtype of the sum.
+    `added` has one number for each class, is not trained, and has the dtype of the sum.
     """
     wanted = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
@@ -72,12 +75,12 @@ def chunked_cross_entropy(
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is summed in when products are of `dtype`."""
+    """The dtype of sums when products are computed in `dtype`."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def padded_vocabulary(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Columns of logits of `dtype` on `device`: more than classes where that is faster."""
+    """Number of logits columns for `dtype` on `device`: padded where that is faster."""
     slow = (
         vocabulary % _LOADED_AT_A_TIME
         and dtype in (torch.bfloat16, torch.float16)
@@ -104,13 +107,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_rows, wants_weight, wants_bias = wanted
         vocabulary, width = weight.shape
         columns = padded_vocabulary(vocabulary, dtype, rows.device)
-        # `new_*` name no device, so a rehearsal puts them where the rows are.
+        # `new_*` name no device, so a rehearsal puts them on the device of the rows.
         total = rows.new_zeros((), dtype=wide)
         rows_grad = rows.new_empty(rows.shape, dtype=dtype) if wants_rows else None
         weight_grad = weight.new_empty((columns, width), dtype=wide) if wants_weight else None
         bias_grad = weight.new_zeros(columns, dtype=wide) if wants_bias else None
-        # Cast by hand: autocast may be on since the logits were asked for, and a copy of the weight
-        # that it keeps from here, without a graph, would cut off the weight's later uses.
+        # Cast by hand: autocast may be on by now and would cache this copy of the weight, which has
+        # no graph, so that the weight would get no gradient from its later uses.
         with torch.autocast(rows.device.type, enabled=False):
             cast_weight = _cast_and_pad(weight, dtype, columns)
             cast_bias = _cast_and_pad(bias, dtype, columns) if bias is not None else None
@@ -139,10 +142,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     add_product(logits.t(), part, weight_grad, start > 0)
                 if bias_grad is not None:
                     bias_grad += logits.sum(0, dtype=wide)
-                del logits  # before the next chunk's are made
+                del logits  # before the next chunk's logits are allocated
         count = (target != options.ignore_index).sum().to(wide) if options.mean else None
         if any(wanted):
-            # Without a target that counts the loss is 0/0, and the gradient zero.
+            # Without a target that counts, the loss is 0/0 and the gradient is zero.
             divisor = count.clamp(min=1) if count is not None else None
             of_classes = (_without_padding(grad, vocabulary) for grad in (weight_grad, bias_grad))
             ctx.save_for_backward(rows_grad, *of_classes, divisor)
@@ -158,8 +161,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale = gradient * ctx.multiplier
         if divisor is not None:
             scale = scale / divisor
-        # Whoever keeps the graph may come again for the unscaled gradients.
-        overwrite = not torch._C._autograd._get_current_graph_task_keep_graph()
+        # If the graph is retained, another backward may need the unscaled gradients.
+        overwrite = not keeps_graph()
         scaled = [
             _scaled(unscaled, scale, dtype, ctx.tokens, overwrite) if unscaled is not None else None
             for unscaled, dtype in zip(gradients, ctx.dtypes, strict=True)
@@ -168,7 +171,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _cast_and_pad(tensor: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """The tensor in `dtype`, with rows of zeros behind its own."""
+    """Cast a tensor to `dtype` and pad it with zeros to this number of rows."""
     if len(tensor) == rows:
         return tensor.to(dtype)
     padded = tensor.new_empty((rows, *tensor.shape[1:]), dtype=dtype)
@@ -181,8 +184,8 @@ def _without_padding(gradient: Tensor | None, rows: int) -> Tensor | None:
     """The first rows, in the same memory."""
     if gradient is None or len(gradient) == rows:
         return gradient
-    # A plain slice keeps the whole tensor, and autograd adds the gradient of a tied embedding in
-    # place only where nobody else holds the memory.
+    # A plain slice would reference the whole tensor, and autograd adds a tied embedding's gradient
+    # in place only if nothing else references the memory.
     return gradient[:rows].data
 
 
@@ -194,7 +197,7 @@ def _scaled(
         return (gradient.mul_(scale) if overwrite else gradient * scale).to(dtype)
     if dtype is scale.dtype:
         return gradient.to(dtype).mul_(scale)
-    # Multiplied as it is, a half-precision gradient would round the scale first.
+    # A direct product with a half-precision gradient would round the scale first.
     reuse = overwrite and dtype is gradient.dtype
     out = gradient if reuse else torch.empty_like(gradient, dtype=dtype)
     for into, part in zip(out.split(tokens), gradient.split(tokens), strict=True):
@@ -202,7 +205,7 @@ def _scaled(
     return out
 
 
-# -- a weight's gradient, in fp32 from half-precision factors --------------------------------------
+# -- weight gradients in fp32 from half-precision factors ------------------------------------------
 
 
 @torch.library.custom_op("oomph::add_product", mutates_args=("total",))
@@ -222,7 +225,7 @@ def add_product(left: Tensor, right: Tensor, total: Tensor, adds: bool) -> None:
 
 @add_product.register_fake
 def _(left: Tensor, right: Tensor, total: Tensor, adds: bool) -> None:
-    """Takes no memory of its own."""
+    """Allocates nothing."""
 
 
 @register_flop_formula(torch.ops.oomph.add_product)
@@ -245,16 +248,16 @@ def cross_entropy_chunk(
 ) -> Tensor:
     """Each row's loss; with `needs_grad`, the logits become `factor * (softmax - one-hot)`.
 
-    Columns beyond the `vocabulary` are padding: whatever is in them, the losses do not see it, and
-    it becomes zero. Rows whose target is `ignore_index` have no loss and no gradient. Without
-    `needs_grad` the logits are left in any state.
+    Columns beyond the `vocabulary` are padding: the losses ignore their contents, which become
+    zero. Rows whose target is `ignore_index` have no loss and no gradient. Without `needs_grad` the
+    logits are left in an undefined state.
     """
     classes = _clear_padding(logits, vocabulary)
     return _plain_chunk(classes, target, ignore_index, scale, factor, needs_grad)
 
 
 def _clear_padding(logits: Tensor, vocabulary: int) -> Tensor:
-    """The logits without their padding, which is zero from now on."""
+    """Zero the padding of the logits; returns the logits without it."""
     logits[:, vocabulary:] = 0
     return logits[:, :vocabulary]
 
@@ -356,7 +359,7 @@ if importlib.util.find_spec("triton") is not None:
                     at = start + columns
                     tl.store(logits + at, 0.0, mask=at < width)
             return
-        # A target outside the vocabulary makes its row NaN: heard of without asking the GPU.
+        # A target outside the vocabulary makes its row NaN: noticed without syncing with the GPU.
         known = (wanted >= 0) & (wanted < vocabulary)
         at_target = tl.load(logits + wanted, mask=known, other=0.0).to(tl.float32) * scale
         at_target = tl.where(known, at_target, float("nan"))
@@ -364,11 +367,11 @@ if importlib.util.find_spec("triton") is not None:
         total = 0.0
         for start in range(0, vocabulary, BLOCK):
             at = start + columns
-            # Up to the width, not the vocabulary: of an odd number, Triton loads one at a time.
+            # Up to the width, not the vocabulary: with an odd bound, Triton loads one at a time.
             x = tl.load(logits + at, mask=at < width, other=0.0).to(tl.float32) * scale
             x = tl.where(at < vocabulary, x, float("-inf"))
             higher = tl.maximum(peak, tl.max(x, 0))
-            # Logits may be masked with -inf, a whole block of them: -inf - -inf is NaN.
+            # All logits of a block may be masked with -inf, and -inf - -inf is NaN.
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * tl.exp(peak - shift) + tl.sum(tl.exp(x - shift), 0)
             peak = higher

@@ -1,7 +1,7 @@
-"""Parameters in the order in which they are stepped, in buckets of about one size.
+"""Parameters in the order in which they are stepped, in buckets of about equal size.
 
-A parameter that is larger than a bucket is cut into pieces, where the optimizer looks at each
-element by itself: what a step has on the GPU at once is then a matter of buckets alone.
+If the optimizer is elementwise, a parameter that is larger than a bucket is cut into pieces. The
+GPU memory of a step then depends only on the bucket size.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: Bytes: smaller ones keep the host too busy to begin copies and steps.
+#: In bytes. With smaller buckets, launching copies and steps keeps the host too busy.
 LARGEST_BUCKET = 64 << 20
-#: Pieces begin at multiples of so many elements, where vectors of any kernel begin as well.
+#: Pieces begin at multiples of this many elements, which suits the vector loads of any kernel.
 _ALIGNED = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """A parameter of the model, and what the optimizer has for it: itself, or its master."""
+    """A parameter of the model, and the tensor that the optimizer steps: itself or its master."""
 
     leaf: Tensor
     owned: Tensor
     group: int
-    """Which of the optimizer's groups it is in."""
+    """The index of its optimizer group."""
     away: Tensor | None = None
-    """The weights themselves, where they are on the host and the leaf shows none of them; a tensor
-    without numbers where they are on the disk."""
+    """For offloaded weights, whose leaf holds a placeholder: the weights on the host, or a tensor
+    without data if they are on disk."""
     cuts: tuple[range, ...] = ()
-    """Where its weights are on the disk: the elements of each of their pieces there, which are
-    stepped one by one."""
+    """For weights on disk: the elements of each of their pieces there, which are stepped one by
+    one."""
 
     @property
     def like(self) -> Tensor:
-        """A tensor of its shape and type that lies in memory as it does."""
+        """A tensor with its shape, dtype and strides."""
         return self.leaf if self.away is None else self.away
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer steps another tensor than the model computes with."""
+        """Whether the optimizer steps a different tensor from the one the model computes with."""
         return self.owned is not self.leaf
 
 
@@ -56,24 +56,24 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This piece of a tensor that has the parameter's shape, without history.
+        """This piece of a tensor that has the parameter's shape, detached.
 
-        Where that is all of it, the tensor itself: there are many pieces.
+        For a whole parameter it is the tensor itself, if possible: views of many pieces take time.
         """
         plain = tensor.detach() if tensor.requires_grad else tensor
         if self.is_whole:
             return plain
-        if tensor.is_contiguous():  # one op in place of two
+        if tensor.is_contiguous():  # one op instead of two
             start = tensor.storage_offset() + self.start
             return plain.as_strided((self.numel,), (1,), start)
         return plain.reshape(-1)[self.start : self.stop]
 
     def cut(self, most: int) -> tuple[Piece, ...]:
-        """The same in parts of at most so many elements, or whole where it lies in no one row."""
+        """Cut it into pieces of at most `most` elements; a non-contiguous one stays whole."""
         step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
         if self.numel <= step or not self.trained.like.is_contiguous():
             return (self,)
@@ -89,7 +89,7 @@ class Piece:
         )
 
     def apart(self, tensor: Tensor) -> Tensor:
-        """The same as a tensor of its own, which may have another gradient."""
+        """This piece of a tensor as a new tensor object, which may have a gradient of its own."""
         piece = self.of(tensor)
         return piece.detach() if piece is tensor else piece
 
@@ -102,7 +102,7 @@ class Bucket:
 
     @property
     def parameters(self) -> list[Trained]:
-        """The parameters it has pieces of, each once."""
+        """The parameters of its pieces, each once."""
         return list(dict.fromkeys(piece.trained for piece in self.pieces))
 
 
@@ -113,14 +113,14 @@ def whole(trained: Trained) -> Piece:
 
 
 def bucket_bytes(weights: int) -> int:
-    """A size of bucket for so many bytes of weights: enough for the link, little beside all."""
+    """A bucket size for this many bytes of weights: efficient to copy, small against the total."""
     return min(max(weights // 64, 1 << 20), LARGEST_BUCKET)
 
 
 def make_buckets(
     parameters: Iterable[Trained], nbytes: int, *, may_cut: bool = True
 ) -> list[Bucket]:
-    """Cut parameters, in their order, into buckets of at most `nbytes` of what is stepped."""
+    """Cut parameters, in their order, into buckets of at most `nbytes` of stepped tensors."""
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     room = nbytes
@@ -138,12 +138,12 @@ def make_buckets(
 
 
 def last_of(buckets: Sequence[Bucket]) -> dict[Trained, int]:
-    """By parameter: the last bucket that has a piece of it."""
+    """The index of the last bucket that has a piece of each parameter."""
     return {piece.trained: at for at, bucket in enumerate(buckets) for piece in bucket.pieces}
 
 
 def pieces_of(trained: Trained, nbytes: int, *, may_cut: bool = True) -> list[Piece]:
-    """A parameter in pieces of at most `nbytes`, or whole where it may not be cut."""
+    """Cut a parameter into pieces of at most `nbytes`, or keep it whole where it may not be cut."""
     size = trained.owned.element_size()
     cuts = trained.cuts or cuts_of(trained.like, size, nbytes, may_cut=may_cut)
     return [
@@ -161,7 +161,7 @@ def pieces_of(trained: Trained, nbytes: int, *, may_cut: bool = True) -> list[Pi
 def cuts_of(
     parameter: Tensor, size: int, nbytes: int, *, may_cut: bool = True
 ) -> tuple[range, ...]:
-    """The elements of each piece of a parameter, whose elements are stepped as `size` bytes."""
+    """The elements of each piece of a parameter; each stepped element has `size` bytes."""
     most, count = nbytes // size, parameter.numel()
     step = max(most // _ALIGNED * _ALIGNED, _ALIGNED)
     if not may_cut or count <= max(most, step) or not parameter.is_contiguous():

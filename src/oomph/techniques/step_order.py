@@ -1,7 +1,7 @@
-"""Who steps which parameter, in which order, and whose gradients leave meanwhile.
+"""Decide the order of steps, what the GPU and the host step, and which gradients are offloaded.
 
-The order is that of the forward. What it uses last, up to a share, the host's cores step; what it
-uses first keeps its gradients on the GPU, as far as there is room for them.
+The order is that of the forward. The host's cores step the parameters that the forward uses last,
+up to a share; those that it uses first keep their gradients on the GPU, as far as they fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oomph.techniques.step_buckets import Bucket, Trained, last_of, make_buckets
 
 
 class StepOrder:
-    """Buckets by the way they are stepped, in the order of the forward, and what follows."""
+    """The buckets that the GPU and the host step, in the order of the forward, with lookups."""
 
     def __init__(
         self,
@@ -27,16 +27,16 @@ class StepOrder:
     ) -> None:
         self.streamed = streamed
         self.on_host = on_host
-        #: Parameters whose gradients do not wait on the GPU.
+        #: Parameters whose gradients are offloaded until their step.
         self.leaving = leaving
         self.buckets = [*streamed, *on_host]
         self.streamed_set = set(streamed)
-        #: How many buckets backward completes all at once, as its last.
+        #: How many buckets backward completes together at its very end.
         self.at_once = sum(first.issuperset(bucket.parameters) for bucket in streamed)
         self.host_stepped = {t for bucket in on_host for t in bucket.parameters}
-        #: By parameter: how many buckets have to be stepped before it may be used.
+        #: How many buckets must be stepped before each parameter may be used.
         self.stop = {trained: at + 1 for trained, at in last_of(streamed).items()}
-        #: How many have to be stepped for parameters that no module is known to use.
+        #: How many buckets must be stepped for parameters that no module is known to use.
         self.stop_of_unused = max((self.stop.get(trained, 0) for trained in unused), default=0)
         self.buckets_of: dict[Trained, list[Bucket]] = {}
         for bucket in self.buckets:
@@ -54,10 +54,11 @@ def arrange(
     bucket: int,
     may_cut: bool,
 ) -> StepOrder:
-    """The order of steps of these parameters.
+    """Arrange the steps of these parameters.
 
-    `unit_of` has the part of the model that uses a parameter first, in the order of the forward;
-    `bound` are those that only the GPU may step. The others are as for `HostPlacement`.
+    `unit_of` gives the model part that uses a parameter first, numbered in the order of the
+    forward; only the GPU may step the parameters in `bound`. The other arguments are as for
+    `HostPlacement`.
     """
     places = {leaf: at for at, leaf in enumerate(unit_of)}
     ordered = sorted(trained, key=lambda one: places.get(one.leaf, -1))
@@ -66,7 +67,7 @@ def arrange(
     def block(one: Trained) -> int | None:
         return unit_of.get(one.leaf) if one.away is not None else None
 
-    # A block whose weights are away is stepped when it comes: all of it, and nothing else.
+    # A block with offloaded weights is stepped when they arrive: all of them, and nothing else.
     blocks = [list(some) for _, some in itertools.groupby(streamed, key=block)]
     return StepOrder(
         [one for some in blocks for one in make_buckets(some, bucket, may_cut=may_cut)],
@@ -80,7 +81,7 @@ def arrange(
 def _split(
     ordered: list[Trained], host_share: float, bound: Container[Trained]
 ) -> tuple[list[Trained], list[Trained]]:
-    """What the GPU steps, and the host: the last not `bound` to the GPU, up to its share."""
+    """Split into what the GPU and what the host steps: the last unbound ones, up to its share."""
     left = host_share * sum(trained.leaf.numel() for trained in ordered)
     on_host: list[Trained] = []
     for trained in reversed([trained for trained in ordered if trained not in bound]):
@@ -93,13 +94,13 @@ def _split(
 
 
 def _first_unit(ordered: list[Trained], unit_of: Mapping[Tensor, int]) -> set[Trained]:
-    """What the part of the model that runs first has, such as a large embedding."""
+    """The parameters of the model part that runs first, such as a large embedding."""
     first = min((unit for t in ordered if (unit := unit_of.get(t.leaf)) is not None), default=None)
     return {trained for trained in ordered if unit_of.get(trained.leaf) == first}
 
 
 def _leaving(ordered: Iterable[Trained], keep: int | None) -> set[Trained]:
-    """Whose gradients leave: all that come in forward's order after `keep` bytes are full."""
+    """Parameters whose gradients are offloaded: in forward's order, all beyond `keep` bytes."""
     leaving: set[Trained] = set()
     for trained in ordered if keep is not None else ():
         assert keep is not None

@@ -1,4 +1,4 @@
-"""What a step from the host works with, whoever makes it: the host's cores or the GPU."""
+"""What an optimizer step with host-resident state needs, on the host's cores or on the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oomph.host.link import Link
+from oomph.memory.link import Link
 from oomph.techniques.host_state import HostState
 from oomph.techniques.step_buckets import Trained
 from oomph.techniques.streamed_weights import StreamedWeights
@@ -16,20 +16,20 @@ from oomph.techniques.streamed_weights import StreamedWeights
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """The optimizer, and where the numbers are that it steps."""
+    """The optimizer, and the places of the state and weights that it steps."""
 
     link: Link
     optimizer: torch.optim.Optimizer
     state: HostState
     masters: Mapping[Trained, Tensor]
-    """In host memory, of the parameters that have one there."""
+    """The masters that are kept in host memory."""
     weights: StreamedWeights | None
-    """Those that are on the host or on the disk themselves."""
+    """The weights that are offloaded to the host or to disk."""
     rounded: Callable[[Tensor], None]
-    """Is told of each parameter whose master was stepped."""
+    """Called with each owned tensor whose master was stepped."""
 
     @property
     def away_weights(self) -> StreamedWeights:
-        """The same, where some are known to be there."""
+        """`weights`, where some are known to be offloaded."""
         assert self.weights is not None
         return self.weights

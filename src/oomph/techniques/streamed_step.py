@@ -1,7 +1,7 @@
-"""Steps on the GPU with state that lives on the host: it comes in, is stepped, and leaves again.
+"""Step on the GPU with state that lives on the host: fetch it, step, and write it back.
 
-While one bucket is stepped the next ones come in and the last ones leave; nothing of this has the
-host wait. The memory of a bucket that left is used again by one that comes.
+While one bucket is stepped, the next ones are fetched and the last ones are written back, without
+blocking the host. The GPU memory of a bucket that was written back is reused by a later one.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _has_foreach_support
 
 from oomph.errors import OomphError
-from oomph.host.link import Copies, Copy, DoneCopy, Pairs
+from oomph.memory.link import Copies, Copy, DoneCopy, Pairs
 from oomph.techniques.disk_state import MASTER
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.leaving_gradients import LeavingGradients
 from oomph.techniques.optimizer_twin import Group, OptimizerTwin
 from oomph.techniques.step_buckets import Bucket, Piece, Trained
 from oomph.techniques.step_parts import StepParts
+from oomph.torch_compat.optimizers import foreach_mul_, has_foreach
 
 
 @dataclass(slots=True, kw_only=True)
 class _Visit:
-    """What came to the GPU for a bucket."""
+    """What was fetched to the GPU for a bucket."""
 
     state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
     stepped: dict[Piece, Tensor] = field(default_factory=dict)
-    """Masters, and weights that are on the host or on the disk themselves."""
+    """Masters, and offloaded weights that have no master."""
     copy: Copy = field(default_factory=DoneCopy)
 
 
 class StreamedStep:
-    """Steps buckets on the GPU; what was stepped of weights on the host goes back there.
+    """Steps buckets on the GPU; stepped weights of the host are written back there.
 
-    Where steps are made `inside` backward, weights of the disk are there already with their block.
+    If steps are made `inside` backward, disk weights are already on the GPU with their block.
     """
 
     def __init__(self, parts: StepParts, *, inside: bool = False) -> None:
@@ -49,12 +49,12 @@ class StreamedStep:
         self._twin = OptimizerTwin(parts.optimizer)
         self._visits: dict[Bucket, _Visit] = {}
         self._gradients: dict[Bucket, tuple[dict[Piece, Tensor], Copy]] = {}
-        #: By bucket that was stepped: the copy of what is leaving.
+        #: For each stepped bucket: the copy back to the host.
         self._leaving: deque[Copy] = deque()
         self._last_copy: Copy | None = None
 
     def fetch(self, bucket: Bucket) -> None:
-        """Begin to bring a bucket's state to the GPU, if nobody did yet."""
+        """Start to fetch a bucket's state to the GPU, unless that was started before."""
         if bucket in self._visits:
             return
         visit = _Visit()
@@ -69,13 +69,13 @@ class StreamedStep:
                 source = piece.of(home)
                 visit.stepped[piece] = gpu_like(source, device)
                 pairs.append((source, visit.stepped[piece]))
-            elif _steps_cold_weights(piece):
+            elif _steps_disk_weights(piece):
                 visit.stepped[piece] = gpu_like(piece.of(piece.trained.like), device)
             from_disk[piece] = self._parts.state.room_from_disk(piece, device)
             visit.state[piece] |= from_disk[piece]
             if MASTER in visit.state[piece]:
                 visit.stepped[piece] = visit.state[piece].pop(MASTER)
-        # All memory is there: from here on nothing can fail with copies under way.
+        # All memory is allocated: from here on nothing can fail while copies are under way.
         begun = [
             copy
             for piece, room in from_disk.items()
@@ -87,7 +87,7 @@ class StreamedStep:
         self._visits[bucket] = visit
 
     def fetch_gradients(self, bucket: Bucket, gradients: LeavingGradients) -> None:
-        """Begin to bring those of its gradients that left, if nobody did yet."""
+        """Start to fetch a bucket's offloaded gradients, unless that was started before."""
         if bucket in self._gradients:
             return
         there = {
@@ -105,7 +105,7 @@ class StreamedStep:
         groups: Sequence[Group],
         coefficient: Tensor | None,
     ) -> None:
-        """Step a fetched bucket: by the gradients that came with it, and by these."""
+        """Step a fetched bucket with its fetched gradients and with the given ones."""
         visit = self._visits.pop(bucket)
         came, copy = self._gradients.pop(bucket, ({}, DoneCopy()))
         visit.copy.wait()
@@ -124,7 +124,7 @@ class StreamedStep:
                 given.pop(piece).to(dtype) for piece, dtype in zip(pieces, dtypes, strict=True)
             ]
             scale(scaled, coefficient)
-            # Masters and weights that came, or those that are here: the owned one is the master.
+            # Fetched masters or weights, or the resident tensor, which is the owned one.
             tensors = [
                 visit.stepped[piece] if piece in visit.stepped else piece.apart(piece.trained.owned)
                 for piece in pieces
@@ -143,15 +143,15 @@ class StreamedStep:
         self._leaving.append(_together(self._leave(stepped, pairs), sent))
 
     def _bring_weights(self, visit: _Visit, pieces: Iterable[Piece]) -> list[Copy]:
-        """Begin to bring what is on the disk of weights that are stepped themselves."""
-        cold = [piece for piece in pieces if _steps_cold_weights(piece)]
+        """Start to fetch the disk weights that have no master."""
+        cold = [piece for piece in pieces if _steps_disk_weights(piece)]
         if not cold:
             return []
         bring = self._parts.away_weights.bring
         return [bring(piece.trained.leaf, piece.start, visit.stepped[piece]) for piece in cold]
 
     def _leave(self, stepped: Mapping[Piece, Tensor], state: Pairs) -> Copy:
-        """Put what was stepped where it belongs."""
+        """Write stepped tensors back to where they belong."""
         pairs, reads, sent = list(state), [], []
         away: dict[Piece, Tensor] = {}
         for piece, tensor in stepped.items():
@@ -175,38 +175,38 @@ class StreamedStep:
         if pairs:
             copy = self._last_copy = self._link.to_host_all(pairs, reads)
         for piece, rounded in away.items():
-            # And all before it; what is on the disk keeps its own order.
+            # This copy also implies all earlier ones; the disk keeps its own order.
             after = [copy] if not piece.trained.cuts else []
             self._parts.away_weights.written(piece.trained.leaf, after)
             self._parts.away_weights.put(piece.trained.leaf, piece.of, rounded)
         return _together(copy, sent)
 
     def _home(self, trained: Trained) -> Tensor | None:
-        """What of a parameter is in host memory and is stepped: its master, or its weights."""
+        """The stepped tensor of a parameter in host memory, its master or its weights, if any."""
         if trained.has_master:
             return self._parts.masters.get(trained)
         return trained.away if not trained.cuts else None
 
     def release(self, most: int = 0) -> None:
-        """Wait for the buckets on their way to the host, but for the last `most`."""
+        """Wait for the buckets on their way to the host, except the last `most`."""
         while len(self._leaving) > most:
             self._leaving.popleft().wait()
 
     def drop(self) -> None:
-        """Forget what came in and was not stepped; it is on the host all the same."""
+        """Drop what was fetched and not stepped; the host still has it."""
         coming = [copy for _, copy in self._gradients.values()]
         coming += [visit.copy for visit in self._visits.values()]
         for copy in coming:
-            with contextlib.suppress(OomphError):  # whoever needs it hears of it when it comes
+            with contextlib.suppress(OomphError):  # the next fetch of it will raise again
                 copy.wait()
         self._visits.clear()
         self._gradients.clear()
 
     def settle(self) -> None:
-        """Nothing of it is on the GPU any more; the host may read its state from here on."""
+        """Free all GPU memory and finish all copies, so that the host may read the state."""
         self.drop()
         self.release()
-        if self._last_copy is not None:  # and with it all before it
+        if self._last_copy is not None:  # implies all earlier copies
             self._last_copy.finish()
             self._last_copy = None
         self._parts.state.finish()
@@ -214,7 +214,7 @@ class StreamedStep:
             self._parts.weights.finish_puts()
 
 
-def _steps_cold_weights(piece: Piece) -> bool:
+def _steps_disk_weights(piece: Piece) -> bool:
     return bool(piece.trained.cuts) and not piece.trained.has_master
 
 
@@ -226,9 +226,9 @@ def scale(gradients: Sequence[Tensor], coefficient: Tensor | None) -> None:
     """Multiply gradients in place, by the op that `clip_grad_norm_` would use."""
     if coefficient is None or not gradients:
         return
-    if _has_foreach_support(list(gradients), gradients[0].device):
+    if has_foreach(list(gradients), gradients[0].device):
         for _, same in itertools.groupby(gradients, key=lambda gradient: gradient.dtype):
-            torch._foreach_mul_(list(same), coefficient)
+            foreach_mul_(list(same), coefficient)
     else:
         for gradient in gradients:
             gradient.mul_(coefficient)

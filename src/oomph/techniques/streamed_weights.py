@@ -1,21 +1,22 @@
-"""Weights on the host: each block's come to the GPU when it runs, and the next block's meanwhile.
+"""Weights on the host: each block's are fetched to the GPU while the blocks before it run.
 
-The GPU holds the weights of a few blocks at a time: those of the one that runs and of the `ahead`
-that come next. Which come next is learned: the same blocks follow each other in each forward, in
-each backward and in each token that is generated. A wrong guess costs time, never a number.
+The GPU holds the weights of a few blocks at a time: the running block and the `ahead` blocks that
+come next. The order is learned: the same blocks follow each other in each forward, in each backward
+and for each generated token. A wrong guess costs time but never changes a result.
 
-Parameters stay the same objects. While a block is not here, each of its parameters shows one NaN in
-place of all its numbers: whoever looks at it then sees that something is wrong, and whoever writes
-to it gets an error. What is loaded into the model, saved from it or copied with it are the host's
-numbers. Blocks whose weights have no room on the host have them on the disk (`cold_weights`). Those
-are only read from then on, by forwards and by whoever saves or copies the model; or, where they are
-trained, written piece by piece as they are stepped.
+Parameters stay the same objects. While a block does not run, each of its parameters is watched:
+code that reads or writes it, in the loss, in another block or between steps, does so with the
+host's values (`AwayReads`). Code that cannot be watched, such as a C extension, sees one NaN
+expanded to all elements. Loading into, saving and copying the model use the host's values, too.
+Blocks whose weights have no room on the host keep them on disk (`disk_weights`). Disk weights are
+only read from then on, by forwards and when the model is saved or copied; if they are trained, they
+are also written piece by piece as they are stepped.
 
-What autograd saves of a weight, as it is, as a view or as autocast's copy of it, becomes a note of
-where in its block it was; backward finds it in the memory that the block then has. So nothing keeps
-weights from leaving, and what somebody else does keep stays as it was.
+When autograd saves a weight, a view of it or autocast's copy of it, a note of its place in its
+block is kept instead; backward finds it in the memory that the block has then. So saved tensors do
+not keep weights on the GPU, and tensors that other code keeps stay as they were.
 
-To be applied after the blocks were made to recompute themselves or were compiled, and before their
+Apply this after the blocks were set up to be recomputed or were compiled, and before their
 activations are offloaded.
 """
 
@@ -27,7 +28,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,25 +37,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput, DiskDamaged, OomphError
-from oomph.host.limits import check_host_memory
-from oomph.host.link import Copy, DoneCopy, Link
-from oomph.techniques.cold_weights import (
+from oomph.memory.limits import check_host_memory
+from oomph.memory.link import Copy, DoneCopy, Link
+from oomph.techniques.away_reads import AwayReads
+from oomph.techniques.batch_calls import unwatched
+from oomph.techniques.disk_weights import (
     BUFFERS,
     BUFFERS_OF_PIECES,
-    ColdWeights,
     Cuts,
+    DiskWeights,
     OnDisk,
     parts_of,
     refuse_to_load,
 )
-from oomph.techniques.host_tensors import StandIns, brought_home, no_number
+from oomph.techniques.forward_call import note_read, told_before_again
+from oomph.techniques.host_tensors import StandIns, brought_home, gpu_like, no_number
 from oomph.techniques.recompute import replace_forward
+from oomph.techniques.surroundings import is_transformed
 from oomph.techniques.technique import Undo
+from oomph.techniques.tensor_writes import written_by
+from oomph.techniques.users_line import users_line
+from oomph.techniques.watched_tensors import is_own_work, own_work, unwatch, watch
 from oomph.techniques.weight_blocks import (
     Numbers,
     Place,
@@ -64,17 +70,35 @@ from oomph.techniques.weight_blocks import (
     find_blocks,
     lay_out,
     numbers_in,
+    refuse_shared_memory,
     streamed_by,
 )
+from oomph.torch_compat.autograd import (
+    current_graph_task_id,
+    queue_callback,
+    top_saved_tensors_hooks,
+)
+from oomph.torch_compat.compiler import ORIGINAL_FUNCTION, compiled_call_of
+from oomph.torch_compat.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from oomph.torch_compat.function_modes import DisableTorchFunction
+from oomph.torch_compat.modules import parameters_of
+from oomph.torch_compat.operators import schema_of
+from oomph.torch_compat.pytree import tree_leaves
+from oomph.torch_compat.storages import cdata_of
+from oomph.torch_compat.tensors import version_of
 
-#: Whether the host's numbers of these parameters may be read; the flag says that a block runs now.
+#: Whether the host's values of these parameters may be read; the flag says that a block runs now.
 MayRead = Callable[[Sequence[nn.Parameter], bool], bool]
-#: The numbers of parameters that are stand-ins for those in a file.
+#: Returns the values of a parameter that is a stand-in for one in a file.
 Source = Callable[[nn.Parameter], Tensor]
 
 
+_AWAY = "_oomph_away"
+_STEPPED = "_oomph_stepped_on_host"
+
+
 class _Phase(Enum):
-    """What a block runs for."""
+    """The kind of pass that a block runs in."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -84,13 +108,13 @@ class _Phase(Enum):
 class StreamedWeights:
     """Streams the weights of `blocks`, the paths of modules of `model`, in the order they run.
 
-    They run on `device`, which is where they are now if none is given. A weight that is also used
-    outside of the blocks stays where it is; one that several blocks use comes with each of them.
-    With `wraps` the blocks ask for their weights at once; else from when `wrap` is called on. Those
-    of the blocks in `on_disk` are there instead of on the host, but for what other blocks use too,
-    and for small ones that are trained.
-    With a `source` the parameters hold no numbers themselves, and will hold none when this is
-    undone: it gives those that a parameter is to have.
+    The blocks run on `device`, by default the one they are on now. A weight that is also used
+    outside of the blocks stays where it is; one that several blocks use is fetched with each of
+    them. With `wraps` the blocks fetch their weights from now on; otherwise once `wrap` is called.
+    The weights of the blocks in `on_disk` are there instead of on the host, except those that other
+    blocks use too, and small ones that are trained.
+    With a `source` the parameters are stand-ins without data, and are again after undo: the source
+    gives their values.
     """
 
     def __init__(
@@ -113,45 +137,53 @@ class StreamedWeights:
         self._brings_back = source is None
         self._most = 1 + ahead
         self._units: list[Unit] = []
-        #: By parameter: the units that it is a part of.
+        #: The units that each parameter is a part of.
         self._using: dict[Tensor, list[Unit]] = {}
-        #: The host's numbers of each parameter, and the device that it came from.
+        #: The host's values of each parameter, and the device that it came from.
         self._hosts: dict[nn.Parameter, Tensor] = {}
         self._origins: dict[nn.Parameter, torch.device] = {}
         #: The bytes of parameters on the host that are in no block's slab.
         self._apart: dict[nn.Parameter, Tensor] = {}
-        self._cold: ColdWeights | None = None
-        #: Of parameters on the disk that are trained: the elements of each of their pieces there.
+        self._disk_weights: DiskWeights | None = None
+        #: For trained parameters on disk: the elements of each of their pieces there.
         self._cuts: dict[Tensor, Cuts] = {}
         self._stand_ins: StandIns[nn.Parameter] = StandIns()
+        #: Serves uses of a weight while its block does not run.
+        self._reads = AwayReads(self)
+        #: The backward in which each parameter's values were changed last.
+        self._changed_in: dict[Tensor, int] = {}
         self._shows_disk = True
-        #: Who must be done before the host's numbers of a parameter are what they should be.
+        #: Copies that must finish before the host's values of a parameter are valid.
         self._writes: dict[Tensor, list[Copy]] = {}
-        #: How often the host's numbers of a parameter were changed.
+        #: How often the host's values of a parameter were changed.
         self._versions: Counter[Tensor] = Counter()
         self._placeholders: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
         self._shown: dict[nn.Parameter, Unit] = {}
-        #: Blocks that are on the GPU or on their way, the one that came first, first.
+        #: Blocks that are on the GPU or on their way, the first fetched first.
         self._residents: list[Unit] = []
-        #: By storage: the block whose memory it is; what autocast made of a weight.
+        #: By storage: the block whose memory it is; and autocast's copies of weights.
         self._memories: dict[int, Unit] = {}
         self._casts: dict[int, _Cast] = {}
         self._moment: _Moment | None = None
+        #: The block whose backward runs, and the id of that backward.
+        self._goes_back: tuple[Unit, int] | None = None
         self._follows: dict[_Moment, _Moment] = {}
-        #: Asked before the host's numbers of a block are read; see `ask_before_reading`.
+        #: Called before the host's values of a block are read; see `ask_before_reading`.
         self._may_read: MayRead | None = None
-        #: The block that is about to be fetched, and what was put into its memory meanwhile.
+        #: The block that is about to be fetched, with what was put into its memory meanwhile.
         self._arrival: _Arrival | None = None
         self._handles: list[RemovableHandle] = []
         self._put_back: list[Undo] = []
         streamed = streamed_by(model, modules.values())
+        _refuse_others(streamed)
         self._device = device or device_of(streamed)
+        refuse_shared_memory(streamed, self._device)
         try:
             with _plainly():
                 if on_disk is not None:
                     self._move_to_disk(modules, on_disk, streamed)
                 for path, module in modules.items():
-                    if self._cold is None or path not in self._cold:
+                    if self._disk_weights is None or path not in self._disk_weights:
                         self._move_out(path, module, streamed)
             numbers = {path: number for number, path in enumerate(modules)}
             self._units.sort(key=lambda unit: numbers[unit.path])
@@ -165,31 +197,31 @@ class StreamedWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose numbers are on the host or on the disk."""
+        """The parameters whose values are on the host or on disk."""
         return list(self._origins)
 
     @property
     def on_disk(self) -> tuple[str, ...]:
-        """The blocks with weights on the disk."""
-        return tuple(unit.path for unit in self._units if unit.cold_bytes)
+        """The blocks with weights on disk."""
+        return tuple(unit.path for unit in self._units if unit.disk_bytes)
 
     def host_weight(self, parameter: nn.Parameter) -> Tensor:
-        """The host's numbers of a parameter; to write to them, see `before_write`.
+        """The host's values of a parameter; before writing to them, see `before_write`.
 
-        Of one that is on the disk, a tensor without numbers that lies as it does.
+        For a parameter on disk, a tensor without data that has its shape and strides.
         """
         if parameter in self._hosts:
             return self._hosts[parameter]
         return self._units_with(parameter)[0].places[parameter].like
 
     def cuts(self, parameter: Tensor) -> Cuts:
-        """The elements of each piece of a parameter on the disk; none if it is on the host."""
+        """The elements of each piece of a parameter on disk; empty if it is on the host."""
         if parameter in self._origins and parameter not in (self._hosts.keys() | self._cuts.keys()):
             raise BadInput("weights on the disk that are only read cannot be trained")
         return self._cuts.get(parameter, ())
 
     def numbers(self, parameter: nn.Parameter) -> Tensor:
-        """What a parameter's numbers are: those of the host, or read from the disk."""
+        """A parameter's values: the host's, or read from disk."""
         if parameter in self._hosts:
             return self._hosts[parameter]
         unit, place, cold = self._on_disk(parameter)
@@ -201,7 +233,7 @@ class StreamedWeights:
 
     @contextlib.contextmanager
     def left_on_disk(self) -> Iterator[None]:
-        """While active, a state dict has stand-ins for what is on the disk."""
+        """While active, a state dict has stand-ins for weights on disk."""
         self._shows_disk = False
         try:
             yield
@@ -209,18 +241,61 @@ class StreamedWeights:
             self._shows_disk = True
 
     def stands_for(self, tensor: Tensor) -> nn.Parameter | None:
-        """The parameter that a stand-in of a state dict is there for; None for all else."""
+        """The parameter that a stand-in in a state dict replaces; None for other tensors."""
         return self._stand_ins.find(tensor)
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the numbers of a parameter are on the host or on the disk."""
+        """Whether the values of a parameter are on the host or on disk."""
         return parameter in self._origins
 
-    def wrap(self) -> Undo:
-        """Have the blocks ask for their weights; undo it before anything below it is changed.
+    def name(self, parameter: Tensor) -> str:
+        """The parameter's name in the model."""
+        unit = self._units_with(parameter)[0]
+        names = (name for name, own in unit.module.named_parameters() if own is parameter)
+        return f"{unit.path}.{next(names, '?')}"
 
-        What is done to a block's forward earlier, as recomputing it, runs inside; what is done
-        later, as offloading its activations, outside.
+    def is_noted(self, parameter: Tensor) -> bool:
+        """Whether a backward is still to read a parameter that was used outside of its block."""
+        return self._reads.is_noted(parameter)
+
+    def version(self, parameter: Tensor) -> int:
+        """How often the values of a parameter were changed."""
+        return self._versions[parameter]
+
+    def brought(self, parameter: nn.Parameter, version: int | None = None) -> Tensor:
+        """A copy of a parameter's values on the GPU, for a use outside of its block.
+
+        With `version`, an error if the values were changed since that version.
+        """
+        if self._may_read is not None:
+            self._may_read([parameter], True)
+        note_read(parameter)
+        backward = current_graph_task_id()
+        was_changed = version is not None and version != self._versions[parameter]
+        if was_changed or (backward != -1 and self._changed_in.get(parameter) == backward):
+            raise BadInput(
+                f"the weight {self.name(parameter)} was changed before the backward of a forward"
+                f" that read it outside of its block ({users_line()}): keep its block on the GPU"
+            )
+        with _plainly():
+            there = gpu_like(self.host_weight(parameter), self._device)
+            if parameter in self._hosts:
+                after = self._writes.get(parameter, ())
+                self._link.to_gpu(self._hosts[parameter], there, after).wait()
+            elif self._cuts:
+                pieces = [(p.start, p.stop) for p in self._cuts[parameter]]
+                flat = there.as_strided((there.numel(),), (1,))
+                for copy in [self.bring(parameter, a, flat[a:b]) for a, b in pieces]:
+                    copy.wait()
+            else:
+                there.copy_(self.numbers(parameter))
+        return there
+
+    def wrap(self) -> Undo:
+        """Make the blocks fetch their weights; undo this before changing any wrapper below it.
+
+        Wrappers that were put around a block's forward earlier, such as recomputation, run inside
+        of this one; later ones, such as activation offload, run outside.
         """
         undos = [
             replace_forward(unit.module, _StreamedForward(self, unit, unit.module.forward))
@@ -238,16 +313,17 @@ class StreamedWeights:
         return undo
 
     def before_write(self, parameter: Tensor) -> list[Copy]:
-        """What must be done before the host's numbers may be written to: copies that read them."""
+        """The copies that read the host's values, and must finish before these are written to."""
         return [copy for unit in self._units_with(parameter) for copy in unit.copies]
 
     def written(self, parameter: Tensor, after: Sequence[Copy] = ()) -> None:
-        """The host's numbers are other ones now, or will be when `after` is done.
+        """Note that the host's values changed, or will have when `after` is done.
 
-        A block whose backward runs keeps those that it has until it is done.
+        A block whose backward runs keeps its old values until that is done.
         """
         self._writes[parameter] = list(after)
         self._versions[parameter] += 1
+        self._changed_in[parameter] = current_graph_task_id()
         for unit in self._units_with(parameter):
             if self._runs_backward(unit):
                 unit.is_outdated = True
@@ -255,9 +331,9 @@ class StreamedWeights:
                 self._drop(unit)
 
     def put(self, parameter: Tensor, piece: Callable[[Tensor], Tensor], numbers: Tensor) -> None:
-        """New numbers of a piece of a parameter are on the GPU, by its computing stream.
+        """Take new values of a piece of a parameter, which the GPU's compute stream produces.
 
-        If its block is about to be fetched, they need not come from the host.
+        If its block is about to be fetched, they need not be copied from the host.
         """
         arrival = self._arrival
         assert isinstance(parameter, nn.Parameter)
@@ -272,9 +348,9 @@ class StreamedWeights:
         arrival.missing[parameter] -= numbers.nbytes
 
     def bring(self, parameter: Tensor, start: int, target: Tensor) -> Copy:
-        """Begin to bring the piece of a parameter on the disk that begins at this element.
+        """Start to read the piece of a disk parameter that begins at element `start`.
 
-        What its block has on the GPU need not come from the disk.
+        A piece that the block has on the GPU is not read from disk.
         """
         unit, place, cold = self._on_disk(parameter)
         at = place.byte_of(start)
@@ -283,18 +359,23 @@ class StreamedWeights:
             assert unit.memory is not None
             flat.copy_(unit.memory[at : at + target.nbytes].view(target.dtype))
             return DoneCopy()
-        following = functools.partial(self._cold_after, unit, _Phase.FORWARD)
+        following = functools.partial(self._on_disk_after, unit, _Phase.FORWARD)
         return cold.get_part(unit.path, at, flat, following)
 
     def send(self, parameter: Tensor, start: int, numbers: Tensor) -> Copy:
-        """Let new numbers of such a piece leave for the disk; see `written` and `put`."""
+        """Start to write new values of such a piece to disk; see `written` and `put`."""
         unit, place, cold = self._on_disk(parameter)
         flat = numbers.as_strided((numbers.numel(),), (1,))
         return cold.put(unit.path, place.byte_of(start), flat)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, numbers: Tensor) -> None:
-        """Give a parameter other numbers, at once."""
+        """Give a parameter new values, synchronously."""
+        if parameter not in self._hosts and not self._cuts:
+            raise BadInput(
+                f"the weight {self.name(parameter)} is on the disk, which is only read, and was"
+                f" written to by {users_line()}: undo the run before"
+            )
         self.settle()
         if parameter in self._hosts:
             self._hosts[parameter].copy_(numbers)
@@ -304,53 +385,53 @@ class StreamedWeights:
         self.written(parameter)
 
     def ask_before_reading(self, may_read: MayRead | None) -> None:
-        """Have `may_read` asked before a block is fetched: it has the host's numbers written.
+        """Call `may_read` before each fetch of a block, to bring the host's values up to date.
 
-        It is given the block's parameters, and whether the block runs now. Where it does not, the
-        answer False leaves it for later.
+        It gets the block's parameters and whether the block runs now. If the block does not run
+        yet, returning False postpones the fetch.
         """
         self._may_read = may_read
 
     def leave_gpu(self) -> None:
-        """No block is on the GPU any more; those that run come again."""
+        """Drop all blocks from the GPU; a block that runs is fetched again."""
         for unit in list(self._residents):
             self._drop(unit)
 
     def settle(self) -> None:
-        """The host's numbers may be read and written from here on; no block is on the GPU."""
+        """Drop all blocks and finish all copies: the host's values may be read and written then."""
         self.leave_gpu()
         for unit in self._units:
             for copy in unit.copies:
                 copy.finish()
             unit.copies = []
-        writes, self._writes = self._writes, {}  # an error of theirs is told once
+        writes, self._writes = self._writes, {}  # so that an error of theirs is raised only once
         for write in (write for several in writes.values() for write in several):
             write.finish()
         self.finish_puts()
 
     def finish_puts(self) -> None:
-        """Wait until all that was sent to the disk is there; raises what went wrong."""
-        if self._cold is not None:
-            self._cold.finish()
+        """Wait until everything sent to the disk is there; raises errors of those writes."""
+        if self._disk_weights is not None:
+            self._disk_weights.finish()
 
     @property
     def back_bytes(self) -> int:
-        """Host memory that `undo` takes for what is on the disk."""
-        cold = [unit for unit in self._units if unit.cold_bytes]
-        parameters = [p for unit in cold for p in unit.places if unit.is_cold(p)]
+        """Host memory in bytes that `undo` needs for weights on disk."""
+        cold = [unit for unit in self._units if unit.disk_bytes]
+        parameters = [p for unit in cold for p in unit.places if unit.is_on_disk(p)]
         to_host = sum(p.nbytes for p in parameters if self._origins[p].type == "cpu")
-        return to_host + max((unit.cold_bytes for unit in cold), default=0)
+        return to_host + max((unit.disk_bytes for unit in cold), default=0)
 
     def origin(self, parameter: Tensor) -> torch.device:
-        """Where a parameter was before, and will be again."""
+        """The device that a parameter was on before, and returns to."""
         assert isinstance(parameter, nn.Parameter)
         return self._origins[parameter]
 
     def undo(self) -> None:
-        """Every weight is where it was before, with the numbers that it has now."""
+        """Move every weight back to where it was, with its current values."""
         self.settle()
         with _plainly():
-            # All of them first: where memory runs out, nothing has changed yet.
+            # Copy all of them first: if memory runs out, nothing has changed yet.
             back = self._all_brought_back() if self._brings_back else self._all_empty()
         for handle in self._handles:
             handle.remove()
@@ -358,13 +439,15 @@ class StreamedWeights:
         while self._put_back:
             self._put_back.pop()()
         for parameter, data in back.items():
+            unwatch(parameter)
             parameter.data = data
             parameter.__dict__.pop("__deepcopy__", None)
-        for unit in self._units:  # a graph that nobody went back through may hold it
-            unit.slab, unit.borrowed = torch.empty(0, dtype=torch.uint8), []
-        if self._cold is not None:
-            self._cold.close()
-        self._cold = None
+            parameter.__dict__.pop(_AWAY, None)
+        for unit in self._units:  # a graph whose backward never ran may hold the unit
+            unit.slab, unit.borrowed = torch.empty(0, dtype=torch.uint8, device="cpu"), []
+        if self._disk_weights is not None:
+            self._disk_weights.close()
+        self._disk_weights = None
         self._cuts.clear()
         self._stand_ins = StandIns()
         self._apart.clear()
@@ -375,14 +458,14 @@ class StreamedWeights:
         self._placeholders.clear()
         self._follows.clear()
         self._versions.clear()
-        self._moment = None
+        self._moment = self._goes_back = None
 
     # -- setting up -------------------------------------------------------------------------------
 
     def _move_to_disk(
         self, modules: Mapping[str, nn.Module], on_disk: OnDisk, streamed: set[nn.Parameter]
     ) -> None:
-        """Take some blocks' weights to the disk, one block after the other."""
+        """Move some blocks' weights to disk, one block after the other."""
         used = Counter(p for module in modules.values() for p in module.parameters())
 
         def goes(parameter: nn.Parameter) -> bool:
@@ -395,11 +478,11 @@ class StreamedWeights:
             return
         if on_disk.cut is None:
             whole = {path: [range(end_of(places.values()))] for path, places in own.items()}
-            self._cold = ColdWeights(whole, on_disk.open_slots, BUFFERS)
+            self._disk_weights = DiskWeights(whole, on_disk.open_store, BUFFERS)
         else:
             self._cuts = {p: on_disk.cut(p) for places in own.values() for p in places}
             pieces = {path: parts_of(places, self._cuts) for path, places in own.items()}
-            self._cold = ColdWeights(pieces, on_disk.open_slots, BUFFERS_OF_PIECES)
+            self._disk_weights = DiskWeights(pieces, on_disk.open_store, BUFFERS_OF_PIECES)
         for path in own:
             for parameter in cold[path].parameters():
                 apart = parameter in streamed and not goes(parameter)
@@ -411,7 +494,7 @@ class StreamedWeights:
             self._move_out(path, cold[path], streamed, staging)
 
     def _keep_apart(self, parameter: nn.Parameter) -> None:
-        """Take a weight to the host that a block of the disk has, but not there."""
+        """Move to the host a weight of a disk block that is not kept on disk itself."""
         place = Place.of(parameter, 0)
         self._apart[parameter] = self._link.host_memory(place.nbytes)
         there = place.view(self._apart[parameter])
@@ -426,15 +509,15 @@ class StreamedWeights:
         streamed: set[nn.Parameter],
         staging: Tensor | None = None,
     ) -> None:
-        """Take a block's weights to the host, or to the disk: through `staging`, if there is."""
+        """Move a block's weights to the host or to disk, through `staging` if it is given."""
         mine = [parameter for parameter in module.parameters() if parameter in streamed]
         mine.sort(key=lambda parameter: parameter in self._hosts)  # own ones first, as in the slab
         places = lay_out(mine)
         own = {p: place for p, place in places.items() if p not in self._hosts}
         nbytes = end_of(own.values())
-        is_cold = self._cold is not None and path in self._cold
-        slab = self._link.host_memory(0 if is_cold else nbytes)
-        if is_cold:
+        is_on_disk = self._disk_weights is not None and path in self._disk_weights
+        slab = self._link.host_memory(0 if is_on_disk else nbytes)
+        if is_on_disk:
             self._take_to_disk(path, own, staging)
         else:
             self._hosts |= self._copied_out(own, slab)
@@ -448,7 +531,7 @@ class StreamedWeights:
             borrowed=[
                 (self._bytes_on_host(p), place) for p, place in places.items() if p not in own
             ],
-            cold_bytes=nbytes if is_cold else 0,
+            disk_bytes=nbytes if is_on_disk else 0,
         )
         self._units.append(unit)
         for parameter in places:
@@ -458,7 +541,7 @@ class StreamedWeights:
     def _copied_out(
         self, own: Mapping[nn.Parameter, Place], slab: Tensor
     ) -> dict[nn.Parameter, Tensor]:
-        """Weights in their places of host memory."""
+        """Copy weights to their places in host memory."""
         there = {parameter: place.view(slab) for parameter, place in own.items()}
         copies: list[Copy] = []
         try:
@@ -472,21 +555,21 @@ class StreamedWeights:
     def _take_to_disk(
         self, path: str, own: Mapping[nn.Parameter, Place], staging: Tensor | None
     ) -> None:
-        assert self._cold is not None
+        assert self._disk_weights is not None
         if staging is not None:
             slab = staging[: end_of(own.values())]
             self._copied_out(own, slab)
-            self._cold.put(path, 0, slab).finish()
+            self._disk_weights.put(path, 0, slab).finish()
         else:
             for parameter, place in own.items():
-                self._cold.write(path, place, self._given(parameter))
+                self._disk_weights.write(path, place, self._given(parameter))
 
     def _given(self, parameter: nn.Parameter) -> Tensor:
-        """The numbers that a parameter is to have."""
+        """The initial values of a parameter."""
         return parameter.detach() if self._source is None else self._source(parameter)
 
     def _bytes_on_host(self, parameter: nn.Parameter) -> Tensor:
-        """Those of a weight that is on the host already."""
+        """The bytes of a weight that is on the host already."""
         if parameter in self._apart:
             return self._apart[parameter]
         lender = self._units_with(parameter)[0]
@@ -494,48 +577,49 @@ class StreamedWeights:
 
     def _add_hooks(self, model: nn.Module) -> None:
         for parameter in self._origins:
+            parameter.__dict__[_AWAY] = weakref.ref(self)
             copied = functools.partial(_copied, weakref.ref(self), parameter)
             parameter.__dict__["__deepcopy__"] = copied
         cold = {p for p in self._origins if p not in self._hosts}
         for module in model.modules():
             if not cold.isdisjoint(module.parameters()) and not self._cuts:
                 self._handles.append(refuse_to_load(module))
-            own = {n: p for n, p in module._parameters.items() if p in self._origins}
-            if own:
-                self._show_host_to(module, own)
+            if any(p in self._origins for p in parameters_of(module).values()):
+                self._show_host_to(module)
         for unit in self._units:
-            if unit.cold_bytes and self._cold is not None and not self._cuts:
-                self._handles += self._cold.read_once_when_saved(unit.path, unit.module)
+            if unit.disk_bytes and self._disk_weights is not None and not self._cuts:
+                self._handles += self._disk_weights.read_once_when_saved(unit.path, unit.module)
 
-    def _show_host_to(self, owner: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
-        """What is saved of a module's own parameters, or loaded into them, are the host's.
+    def _show_host_to(self, owner: nn.Module) -> None:
+        """Make state dicts use the values on the host or on disk of a module's own parameters."""
 
-        Of those on the disk it is what the disk has.
-        """
+        def own() -> dict[str, nn.Parameter]:
+            """Read anew each time, because weights may have been tied or replaced since."""
+            named = parameters_of(owner).items()
+            return {name: p for name, p in named if p is not None and p in self._origins}
 
         def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             if module is owner:
                 self.settle()
-                for name, parameter in own.items():
-                    if prefix + name in state and parameter is not None:
+                for name, parameter in own().items():
+                    if prefix + name in state:
                         state[prefix + name] = self._saved(parameter)
 
         def before_load(module: nn.Module, *_: Any) -> None:
             if module is owner:
                 self.settle()
-                for parameter in own.values():
-                    if parameter is not None:
-                        parameter.data = self._loaded_into(parameter)
-                        self._versions[parameter] += 1
+                for parameter in own().values():
+                    unwatch(parameter)
+                    parameter.data = self._loaded_into(parameter)
+                    self._versions[parameter] += 1
 
         def after_load(module: nn.Module, _: Any) -> None:
             if module is owner:
-                for parameter in own.values():
-                    if parameter is not None:
-                        if parameter in self._cuts:
-                            unit, place, cold = self._on_disk(parameter)
-                            cold.write(unit.path, place, parameter.data)
-                        self._hide(parameter)
+                for parameter in own().values():
+                    if parameter in self._cuts:
+                        unit, place, cold = self._on_disk(parameter)
+                        cold.write(unit.path, place, parameter.data)
+                    self._hide(parameter)
 
         self._handles += [
             owner.register_state_dict_post_hook(saved),
@@ -549,10 +633,10 @@ class StreamedWeights:
         return self._stand_ins.of(parameter, parameter.shape, parameter.dtype)
 
     def _loaded_into(self, parameter: nn.Parameter) -> Tensor:
-        """Host memory with a parameter's numbers, that others may be loaded into."""
+        """Host memory with a parameter's values, that new ones may be loaded into."""
         try:
             return self.numbers(parameter)
-        except DiskDamaged:  # then others are what is wanted
+        except DiskDamaged:  # the old values are about to be replaced anyway
             return no_number(parameter.dtype, torch.device("cpu")).expand(parameter.shape).clone()
 
     def _all_brought_back(self) -> dict[nn.Parameter, Tensor]:
@@ -560,21 +644,21 @@ class StreamedWeights:
         return back | self._back_from_disk()
 
     def _all_empty(self) -> dict[nn.Parameter, Tensor]:
-        """Stand-ins as they were, without numbers."""
+        """Stand-ins as they were, without data."""
         return {
             parameter: torch.zeros((), dtype=parameter.dtype, device=origin).expand(parameter.shape)
             for parameter, origin in self._origins.items()
         }
 
     def _back_from_disk(self) -> dict[nn.Parameter, Tensor]:
-        """The numbers that are on the disk, where they were before."""
+        """The weights on disk, copied to the devices they came from."""
         back: dict[nn.Parameter, Tensor] = {}
-        if self._cold is None:
+        if self._disk_weights is None:
             return back
         check_host_memory(self.back_bytes, "bringing weights back from the disk")
-        for unit in (unit for unit in self._units if unit.cold_bytes):
-            memory = self._cold.read(unit.path)
-            for parameter in filter(unit.is_cold, unit.places):
+        for unit in (unit for unit in self._units if unit.disk_bytes):
+            memory = self._disk_weights.read(unit.path)
+            for parameter in filter(unit.is_on_disk, unit.places):
                 numbers = unit.places[parameter].view(memory)
                 back[parameter] = numbers.to(self._origins[parameter], copy=True)
         return back
@@ -584,12 +668,16 @@ class StreamedWeights:
             self._link, self._hosts[parameter], self._origins[parameter], self._device
         )
 
-    # -- coming and going -------------------------------------------------------------------------
+    # -- fetching and dropping --------------------------------------------------------------------
 
+    @unwatched()
     def _enter(self, unit: Unit, phase: _Phase) -> None:
-        """A block is about to run: have it here, and the next ones come."""
+        """Bring the block that is about to run to the GPU, and start to fetch the next ones."""
         moment = _Moment(unit, phase)
+        if phase is not _Phase.BACKWARD:
+            self._end_of_backward()  # a backward that failed did not call it
         if moment == self._moment and unit.is_here:
+            self._use_in_backward(moment)
             return
         if unit not in self._units:
             raise BadInput(
@@ -609,12 +697,41 @@ class StreamedWeights:
             self._show(unit)
             for following in wanted[1:]:
                 self._fetch(following, now=False)
+        self._use_in_backward(moment)
+
+    def _use_in_backward(self, moment: _Moment) -> None:
+        """Leave a block's parameters unwatched until backward reaches the next block.
+
+        A recomputed forward uses them then, and does not tell us when it is done.
+        """
+        backward = current_graph_task_id()
+        now = (moment.unit, backward)
+        if moment.phase is not _Phase.BACKWARD or backward == -1 or now == self._goes_back:
+            return
+        is_first = self._goes_back is None or self._goes_back[1] != backward
+        self._end_of_backward()
+        self._goes_back = now
+        for parameter in moment.unit.places:
+            unwatch(parameter)
+        if is_first:
+            queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        """Resume watching the weights of the block whose backward ran last."""
+        before, self._goes_back = self._goes_back, None
+        if before is not None:
+            self._watch(before[0])
+
+    def _watch(self, unit: Unit) -> None:
+        for parameter in unit.places:
+            if parameter in self._origins:
+                watch(parameter, self._reads)
 
     def _expected(self, moment: _Moment) -> list[Unit]:
-        """A block and those that will run next, as far as there is room for them."""
+        """A block and those that will run next, as many as there is room for."""
         wanted = [moment.unit]
         following: _Moment | None = moment
-        # At the end of forward the same blocks come again the other way: look a little further.
+        # At the end of forward the same blocks come again in reverse: look a little further.
         for _ in range(2 * self._most):
             following = following and (self._follows.get(following) or self._default(following))
             if following is None or len(wanted) == self._most:
@@ -624,14 +741,14 @@ class StreamedWeights:
         return wanted
 
     def _default(self, moment: _Moment) -> _Moment | None:
-        """What follows where it was not seen yet: the next one as they were named."""
+        """The guess for what follows an unseen moment: the next block in the given order."""
         at = self._units.index(moment.unit) + (-1 if moment.phase is _Phase.BACKWARD else 1)
         if moment.phase is _Phase.EVALUATION:
             at %= len(self._units)
         return _Moment(self._units[at], moment.phase) if 0 <= at < len(self._units) else None
 
     def _fetch(self, unit: Unit, *, now: bool) -> None:
-        """Begin to bring a block's weights; `now` says that it is about to run."""
+        """Start to fetch a block's weights; `now` says that it is about to run."""
         arrival = self._arrival = _Arrival.of(unit)
         try:
             may_read = self._may_read is None or self._may_read(list(unit.places), now)
@@ -650,54 +767,54 @@ class StreamedWeights:
         self._residents.append(unit)
         self._memories[_storage(memory)] = unit
         try:
-            if cold := [unit.places[p].span for p in arrival.coming if unit.is_cold(p)]:
-                assert self._cold is not None and self._moment is not None
-                following = functools.partial(self._cold_after, unit, self._moment.phase)
-                for copy in self._cold.get(unit.path, memory, cold, following):
+            if cold := [unit.places[p].span for p in arrival.coming if unit.is_on_disk(p)]:
+                assert self._disk_weights is not None and self._moment is not None
+                following = functools.partial(self._on_disk_after, unit, self._moment.phase)
+                for copy in self._disk_weights.get(unit.path, memory, cold, following):
                     unit.from_disk.append(copy)
-            if self._cold is not None:
-                unit.puts = self._cold.puts
+            if self._disk_weights is not None:
+                unit.puts = self._disk_weights.puts
             for source, target in pairs:
                 unit.copies.append(self._link.to_gpu(source, target, after))
         except BaseException:
-            self._drop(unit)  # a part of it must not be taken for the whole
+            self._drop(unit)  # a partly fetched block must not count as resident
             raise
 
-    def _cold_after(self, unit: Unit, phase: _Phase) -> list[str]:
-        """The blocks of the disk that will run after this one, each once, as far as is known."""
+    def _on_disk_after(self, unit: Unit, phase: _Phase) -> list[str]:
+        """The disk blocks that will run after this one, each once, as far as is known."""
         following: _Moment | None = _Moment(unit, phase)
         seen: dict[_Moment, None] = {}
         while following is not None and following not in seen:
             seen[following] = None
             following = self._follows.get(following) or self._default(following)
-        # Where forward turns back, the first ones are here already.
+        # Where forward turns into backward, the first ones are here already.
         expected = itertools.dropwhile(_is_resident, (moment.unit for moment in seen))
-        paths = dict.fromkeys(one.path for one in expected if one.cold_bytes)
+        paths = dict.fromkeys(one.path for one in expected if one.disk_bytes)
         return [path for path in paths if path != unit.path]
 
     def _show(self, unit: Unit) -> None:
-        """Let the block's parameters be what came; the computing stream waits for it."""
+        """Set the block's parameters to its GPU memory; the compute stream waits for the copies."""
         assert unit.memory is not None
         if not unit.is_here:
             try:
                 for copy in (*unit.copies, *unit.from_disk):
                     copy.wait()
             except BaseException:
-                self.leave_gpu()  # others may have failed to come, too: all are read again
+                self.leave_gpu()  # other fetches may have failed, too: all blocks are read again
                 raise
             unit.is_here = True
         for parameter, place in unit.places.items():
-            if self._shown.get(parameter) is not unit:  # another block may have shown it since
+            if self._shown.get(parameter) is not unit:  # another block may have set it since
                 there = numbers_in(unit.memory, place.dtype, unit.numbers)
                 parameter.data = place.view(there)
                 self._shown[parameter] = unit
 
     def _drop(self, unit: Unit) -> None:
-        """Give a block's memory on the GPU back."""
+        """Free a block's GPU memory."""
         if unit.memory is None:
             return
         if not unit.is_here:
-            # Before another op gets the memory; whoever needs what did not come will hear why.
+            # Before another op gets the memory. A later fetch raises again what failed here.
             unit.copies = [copy for copy in unit.copies if _came(copy)]
             for copy in unit.from_disk:
                 _came(copy)
@@ -721,19 +838,20 @@ class StreamedWeights:
                 nothing = no_number(parameter.dtype, self._device)
                 self._placeholders[kind] = nothing.expand(parameter.shape)
             parameter.data = self._placeholders[kind]
+        watch(parameter, self._reads)
 
     def _units_with(self, parameter: Tensor) -> list[Unit]:
         return self._using.get(parameter, [])
 
-    def _on_disk(self, parameter: Tensor) -> tuple[Unit, Place, ColdWeights]:
-        """The one block of a parameter on the disk, its place there, and all that is there."""
+    def _on_disk(self, parameter: Tensor) -> tuple[Unit, Place, DiskWeights]:
+        """The one block of a parameter on disk, its place there, and the disk weights."""
         (unit,) = self._units_with(parameter)
-        assert self._cold is not None and isinstance(parameter, nn.Parameter)
-        return unit, unit.places[parameter], self._cold
+        assert self._disk_weights is not None and isinstance(parameter, nn.Parameter)
+        return unit, unit.places[parameter], self._disk_weights
 
     def _runs_backward(self, unit: Unit) -> bool:
         return (
-            torch._C._current_graph_task_id() != -1
+            current_graph_task_id() != -1
             and self._moment == _Moment(unit, _Phase.BACKWARD)
             and unit.is_here
         )
@@ -743,8 +861,13 @@ class StreamedWeights:
     def run(
         self, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """The forward of a block, with its weights here."""
-        if torch._C._current_graph_task_id() != -1:
+        """Run a block's forward with its weights on the GPU."""
+        if is_transformed():
+            raise BadInput(
+                f"{unit.path} is called inside of torch.func, which cannot have its weights come"
+                " and go: leave its weights on the GPU"
+            )
+        if current_graph_task_id() != -1:
             phase = _Phase.BACKWARD  # it is recomputed
         else:
             phase = _Phase.FORWARD if torch.is_grad_enabled() else _Phase.EVALUATION
@@ -756,35 +879,76 @@ class StreamedWeights:
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
             if torch.is_grad_enabled():
-                if casts and not _is_compiled(unit.module, forward):
+                if casts and not is_compiled(unit.module, forward):
                     stack.enter_context(_WatchedCasts(self._note_cast))
                 stack.enter_context(self._saving(unit))
-            before = [parameter._version for parameter in unit.places]
-            output = forward(*args, **kwargs)
-        if before != [parameter._version for parameter in unit.places]:
+                # If a recomputed block has no tensor argument, nothing else fetches its weights.
+                stack.enter_context(told_before_again(functools.partial(self._need, unit)))
+            if unit.looks() and not is_compiled(unit.module, forward):
+                stack.enter_context(_WatchedWrites(unit))
+            before = [version_of(parameter) for parameter in unit.places]
+            with self._in_use(unit):
+                output = forward(*args, **kwargs)
+            replaced = any(
+                self._shown.get(parameter) is unit and not unit.shows(parameter)
+                for parameter in unit.places
+            )
+        if replaced or before != [version_of(parameter) for parameter in unit.places]:
             raise BadInput(
                 f"the forward of {unit.path} writes to its own weights, which would be lost: do"
                 " not stream it"
             )
+        if unit.written and phase is not _Phase.BACKWARD:
+            self._keep_written(unit)
         if torch.is_grad_enabled():
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(lambda _: self._need(unit))
         return output
 
-    # -- what autograd saves ----------------------------------------------------------------------
+    def _keep_written(self, unit: Unit) -> None:
+        """Copy to the host what a forward wrote to its own parameters through `data`.
+
+        Autograd does not notice these writes, as it does not without a run.
+        """
+        assert unit.memory is not None
+        with _plainly():
+            for parameter in unit.written:
+                if parameter not in self._hosts:
+                    raise BadInput(
+                        f"the forward of {unit.path} writes to its own weights through data, which"
+                        " would be lost on the disk: keep this block on the GPU"
+                    )
+                now = unit.places[parameter].view(unit.memory)
+                self._link.to_host(now, self._hosts[parameter]).finish()
+                for other in self._units_with(parameter):
+                    if other is not unit:
+                        self._drop(other)
+
+    @contextlib.contextmanager
+    def _in_use(self, unit: Unit) -> Iterator[None]:
+        """While active, a block's parameters are unwatched, because only the block uses them."""
+        for parameter in unit.places:
+            unwatch(parameter)
+        try:
+            yield
+        finally:
+            if self._goes_back is None or self._goes_back[0] is not unit:
+                self._watch(unit)
+
+    # -- tensors that autograd saves --------------------------------------------------------------
 
     @contextlib.contextmanager
     def _saving(self, unit: Unit) -> Iterator[None]:
-        """What is saved inside keeps no weight; the rest is left to whoever watches outside."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        """While active, saved weights become notes; other tensors go to the outer saving hooks."""
+        outer = top_saved_tensors_hooks(False)
         pack_rest, unpack_rest = outer or (_as_it_is, _as_it_is)
 
         def pack(tensor: Tensor) -> Any:
             return self._note(tensor) or pack_rest(tensor)
 
         def unpack(kept: Any) -> Any:
-            # Of any tensor: a recomputed block asks for its inputs, and then for its weights.
+            # For any tensor: a recomputed block unpacks its inputs, and then needs its weights.
             self._need(unit)
             return self._tensor(kept) if isinstance(kept, _Note) else unpack_rest(kept)
 
@@ -792,19 +956,22 @@ class StreamedWeights:
             yield
 
     def _need(self, unit: Unit) -> None:
-        """Backward wants a block's weights."""
-        if self._moment != _Moment(unit, _Phase.BACKWARD) or not unit.is_here:
+        """Provide a block's weights for backward."""
+        moment = _Moment(unit, _Phase.BACKWARD)
+        if self._moment != moment or not unit.is_here:
             self._enter(unit, _Phase.BACKWARD)
+        else:
+            self._use_in_backward(moment)
 
     def _note(self, tensor: Tensor) -> _Note | None:
-        """Which weight a tensor is, if it is one."""
+        """A note of the weight that a tensor shows, if it shows one."""
         if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
         key = _storage(tensor)
         unit, cast = self._memories.get(key), self._casts.get(key)
         if unit is not None:
             parameter = unit.parameter_at(int(tensor.storage_offset()) * tensor.element_size())
-        elif cast is not None and tensor._version == cast.version:
+        elif cast is not None and version_of(tensor) == cast.version:
             unit, parameter = cast.unit, cast.parameter
         else:
             return None
@@ -818,7 +985,7 @@ class StreamedWeights:
         )
 
     def _tensor(self, note: _Note) -> Tensor:
-        """What a note stands for."""
+        """The tensor that a note stands for."""
         if not note.unit.is_here:
             self._need(note.unit)
         unit, parameter = note.unit, note.parameter
@@ -836,7 +1003,7 @@ class StreamedWeights:
             return again.as_strided(*note.view)
 
     def _note_cast(self, source: Tensor, cast: Tensor) -> None:
-        """Remember that a tensor has the numbers of a weight, in another type."""
+        """Remember that a tensor is a copy of a weight in another dtype."""
         unit = self._memories.get(_storage(source))
         if unit is None or cast.stride() != source.stride():
             return
@@ -845,13 +1012,13 @@ class StreamedWeights:
         place = unit.places[parameter]
         if place.offset == start and place.shape == source.shape and place.dtype == source.dtype:
             storage = cast.untyped_storage()
-            key = storage._cdata
-            # Forgotten with it: another storage may then have its number.
+            key = cdata_of(storage)
+            # The entry is removed with the storage, because another one may reuse its address.
             forget = functools.partial(_forget, weakref.ref(self), key)
             self._casts[key] = _Cast(
                 unit=unit,
                 parameter=parameter,
-                version=cast._version,
+                version=version_of(cast),
                 storage=weakref.ref(storage, forget),
             )
 
@@ -862,25 +1029,25 @@ class _Arrival:
 
     unit: Unit
     missing: dict[nn.Parameter, int]
-    """By parameter: bytes that nobody has put into the memory."""
+    """By parameter: bytes that were not put into the memory."""
     memory: Tensor | None = None
-    """There once something was put into it."""
+    """Allocated once something is put into it."""
     numbers: Numbers = field(default_factory=dict)
-    """The same memory, by the types that were asked for."""
+    """Views of the same memory, by dtype."""
 
     @classmethod
     def of(cls, unit: Unit) -> _Arrival:
-        """Of which nothing is there yet."""
+        """An arrival of which nothing is there yet."""
         missing = {parameter: place.nbytes for parameter, place in unit.places.items()}
         return cls(unit=unit, missing=missing)
 
     @property
     def coming(self) -> list[nn.Parameter]:
-        """What is read from the host: nothing of what was put into the memory."""
+        """The parameters that must be fetched, because they were not put into the memory."""
         return [parameter for parameter, nbytes in self.missing.items() if nbytes]
 
     def copies_into(self, memory: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What must still come from the host, not from the disk, and where it belongs."""
+        """The copies from the host, not from disk, that are still needed: sources and targets."""
         unit = self.unit
         if self.memory is None:
             own = unit.slab.numel()
@@ -889,13 +1056,13 @@ class _Arrival:
         lent = {place: source for source, place in unit.borrowed}
         return [
             (lent.get(place, place.bytes_in(unit.slab)), place.bytes_in(memory))
-            for place in (unit.places[p] for p in self.coming if not unit.is_cold(p))
+            for place in (unit.places[p] for p in self.coming if not unit.is_on_disk(p))
         ]
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """A block runs for something; equal moments are followed by the same."""
+    """A block in a phase; the same moment is expected to be followed by the same next one."""
 
     unit: Unit
     phase: _Phase
@@ -903,12 +1070,12 @@ class _Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cast:
-    """What autocast made of a weight."""
+    """Autocast's copy of a weight."""
 
     unit: Unit
     parameter: nn.Parameter
     version: int
-    """Of the copy; another one says that somebody wrote to it."""
+    """The version of the copy; if it changed, the copy was written to."""
     storage: weakref.ref[Any]
 
 
@@ -919,9 +1086,9 @@ class _Note:
     unit: Unit
     parameter: nn.Parameter
     version: int
-    """Of the host's numbers in forward."""
+    """The version of the host's values in forward."""
     is_cast: bool
-    """Whether the tensor was a copy of the weight in another type, not a view of it."""
+    """Whether the tensor was a copy of the weight in another dtype, not a view of it."""
     dtype: torch.dtype
     view: tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -938,13 +1105,30 @@ class _StreamedForward:
         return self._streamed.run(self._unit, self._forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copied model has all of its weights, and its own forward."""
+        """Give a copied model its own forward, without streaming."""
         copied: Callable[..., Any] = deepcopy(self._forward, memo)
         return copied
 
 
+class _WatchedWrites(TorchDispatchMode):
+    """Records which of its weights a block's forward writes to, even without a version change."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unit, kwargs = self._unit, kwargs or {}
+        if schema_of(func).is_mutable and unit.memory is not None and not is_own_work():
+            for tensor in written_by(func, args, kwargs):
+                if _storage(tensor) == _storage(unit.memory):
+                    start = int(tensor.storage_offset()) * tensor.element_size()
+                    unit.written.add(unit.parameter_at(start))
+        return func(*args, **kwargs)
+
+
 class _WatchedCasts(TorchDispatchMode):
-    """Tells of every tensor that is a copy of another in another type."""
+    """Reports every tensor that is a copy of another one in another dtype."""
 
     def __init__(self, tell: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -960,7 +1144,7 @@ class _WatchedCasts(TorchDispatchMode):
 def _copied(
     streamed: weakref.ref[StreamedWeights], parameter: nn.Parameter, memo: dict[int, Any]
 ) -> nn.Parameter:
-    """A parameter of a copied model: all there, where the model runs."""
+    """A parameter of a copied model: with its values, on the device where the model runs."""
     alive = streamed()
     assert alive is not None
     alive.settle()
@@ -969,12 +1153,50 @@ def _copied(
     return copied
 
 
+def note_stepped_on_host(
+    parameters: Iterable[Tensor], weights: StreamedWeights | None
+) -> Callable[[], None]:
+    """Note that a host optimizer steps these parameters, so that no other run offloads them.
+
+    Refused if another run has offloaded them; `weights` are this run's own. Returns a function that
+    removes the note.
+    """
+    noted = list(parameters)
+    for parameter in noted:
+        away = parameter.__dict__.get(_AWAY)
+        if away is not None and away() is not weights:
+            raise BadInput(_SHARED)
+    for parameter in noted:
+        parameter.__dict__[_STEPPED] = parameter.__dict__.get(_STEPPED, 0) + 1
+
+    def end() -> None:
+        for parameter in noted:
+            left = parameter.__dict__.pop(_STEPPED, 1) - 1
+            if left:
+                parameter.__dict__[_STEPPED] = left
+        noted.clear()
+
+    return end
+
+
+_SHARED = (
+    "another run has this model's weights as well, and one of the two would have them off the GPU:"
+    " undo it first, or plan both without weights away"
+)
+
+
+def _refuse_others(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse weights that belong to another run as well."""
+    if any(_AWAY in p.__dict__ or _STEPPED in p.__dict__ for p in parameters):
+        raise BadInput(_SHARED)
+
+
 def _is_resident(unit: Unit) -> bool:
     return unit.memory is not None
 
 
 def _came(copy: Copy) -> bool:
-    """Wait for a copy, whether it went well or not."""
+    """Wait for a copy; tells whether it succeeded."""
     try:
         copy.wait()
     except OomphError:
@@ -991,18 +1213,18 @@ def _casts_weights(device_type: str) -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in {device_type, "cpu"})
 
 
-def _is_compiled(block: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether code of it was compiled, which then would not run where somebody watches."""
+def is_compiled(block: nn.Module, forward: Callable[..., Any] | None = None) -> bool:
+    """Whether any of its code was compiled; under a dispatch mode that would not run compiled."""
     inner = (module.__dict__.get("forward") for module in block.modules())
-    return any(
-        hasattr(called, "_torchdynamo_orig_callable") for called in (forward, *inner)
-    ) or any(module._compiled_call_impl is not None for module in block.modules())
+    return any(hasattr(called, ORIGINAL_FUNCTION) for called in (forward, *inner)) or any(
+        compiled_call_of(module) is not None for module in block.modules()
+    )
 
 
 def _storage(tensor: Tensor) -> int:
-    """The same number for all views of one storage, while it lives."""
-    with torch._C.DisableTorchFunction():
-        key: int = tensor.untyped_storage()._cdata
+    """A key that is the same for all views of one storage, while the storage lives."""
+    with DisableTorchFunction():
+        key: int = cdata_of(tensor.untyped_storage())
         return key
 
 
@@ -1012,6 +1234,6 @@ def _as_it_is(kept: Any) -> Any:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """No history, and tensors as they are outside of inference mode: they outlive it."""
-    with torch.inference_mode(False), torch.no_grad():
+    """While active: no autograd, no watchers, and new tensors are no inference tensors."""
+    with torch.inference_mode(False), torch.no_grad(), own_work():
         yield

@@ -1,4 +1,4 @@
-"""The CUDA caching allocator's rules, replayed with no GPU."""
+"""Replays the CUDA caching allocator's rules, with no GPU."""
 
 from oomph.rehearsal.allocator.replay import (
     NULL,

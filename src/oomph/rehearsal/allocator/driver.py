@@ -1,10 +1,10 @@
-"""Which addresses the CUDA driver hands out.
+"""The addresses that the CUDA driver hands out.
 
 The allocator prefers the lowest address among free blocks of one size, so addresses decide which
-block is split, and with it a few mebibytes of peak. Seen in histories of an H200: new space is
-taken in chunks of 32 MiB, each below the last one, and what a segment leaves free of its chunk is
-used by later segments, lowest address first. Where the first chunks lie is a matter of luck: they
-share the process's address space, which the kernel lays out at random.
+block is split, and with it a few mebibytes of peak. Observed in allocation histories of an H200:
+the driver takes new space in chunks of 32 MiB, each below the last one, and later segments fill the
+free rest of earlier chunks, lowest address first. Where the first chunks lie is a matter of luck:
+they share the process's address space, which the kernel lays out at random.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class DriverAddresses:
         return self._lowest
 
     def reserve(self, size: int) -> int:
-        """The address of a range that is mapped later: above all others, one after the other."""
+        """The address of a range that is mapped later: above all others, each after the last."""
         address = -(-self._next_reserved // size) * size
         self._next_reserved = address + size
         return address
 
     def give_back(self, address: int, size: int) -> None:
-        """The range is free again, one with its free neighbours."""
+        """Mark the range as free and merge it with its free neighbours."""
         at = bisect.bisect_left(self._holes, (address, 0))
         if at < len(self._holes) and self._holes[at][0] == address + size:
             size += self._holes.pop(at)[1]
@@ -68,4 +68,4 @@ class RecordedAddresses(DriverAddresses):
         return self.next_segment
 
     def give_back(self, address: int, size: int) -> None:
-        """What becomes of it is in the history."""
+        """Do nothing: the history already says how the range is used later."""

@@ -2,7 +2,7 @@
 
 A segment is a chain of blocks that tile it. Memory taken from the driver with cudaMalloc is a chain
 of mapped blocks. An expandable segment is a long range of addresses of which only some pages are
-mapped to memory, so its chain has unmapped blocks too, and ends in one.
+mapped to memory, so its chain also has unmapped blocks, and ends in one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import attrgetter
 
-# A free block's place in the best-fit order is one number, size then address: compares fast.
+# A free block's rank in the best-fit order is one integer, size then address: fast to compare.
 _ADDRESS_BITS = 64
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
@@ -100,18 +100,18 @@ class Pool:
         return block.size + (after.size if after is not None and not after.mapped else 0)
 
     def take(self, block: Block) -> None:
-        """Out of the cache: to be merged, released or unmapped."""
+        """Take the block out of the cache: to be merged, released or unmapped."""
         keys = self.keys
         del keys[bisect_left(keys, block.size << _ADDRESS_BITS | block.address)]
         block.free = False
 
     def put(self, block: Block) -> None:
-        """Into the cache, as it is."""
+        """Put the block into the cache, as it is."""
         block.free = True
         insort(self.keys, block.size << _ADDRESS_BITS | block.address)
 
     def put_merged(self, block: Block) -> Block:
-        """Into the cache, as one block with its free neighbours."""
+        """Merge the block with its free neighbours and put it into the cache."""
         before, after = block.prev, block.next
         if after is not None and after.free:
             self.take(after)
@@ -147,7 +147,7 @@ class Pool:
         return rest
 
     def add_range(self, address: int, size: int) -> Block:
-        """A new expandable segment: addresses, no memory yet."""
+        """Open a new expandable segment: a range of addresses, with no memory mapped yet."""
         block = Block(address, size, self, mapped=False)
         self.unmapped.append(block)
         return block
@@ -166,7 +166,7 @@ class Pool:
         return None
 
     def take_room(self, start: Block, size: int) -> tuple[Block, int]:
-        """Map pages from `start` on until it has `size` bytes; it, and how much was mapped."""
+        """Map pages from `start` on until `size` bytes are; returns the block and bytes mapped."""
         block, mapped = start, 0
         while not block.mapped or block.size < size:
             # Free neighbours are always merged, so what follows a free block here is unmapped.
@@ -185,7 +185,7 @@ class Pool:
         return block, mapped
 
     def unmap(self, block: Block) -> int:
-        """Give the whole pages inside a free block back to the driver; how many bytes they have."""
+        """Give the whole pages in a free block back to the driver; returns their bytes."""
         begin = -(-block.address // self.page) * self.page
         end = (block.address + block.size) // self.page * self.page
         if begin >= end:
@@ -208,7 +208,7 @@ class Pool:
             self.unmapped.remove(before)
             self._absorb(before, block)
             block = before
-        # A segment with nothing mapped is given up; the next request opens a new one.
+        # A segment with nothing mapped is dropped; the next request opens a new one.
         if block.prev is not None or block.next is not None:
             insort(self.unmapped, block, key=_by_address)
         return end - begin

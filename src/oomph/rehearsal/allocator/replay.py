@@ -1,9 +1,9 @@
 """PyTorch's CUDA caching allocator, replayed: which bytes a stream of requests would reserve.
 
-The rules are those of torch 2.11 to 2.13 for one device, without memory pools of the user's own and
-`record_stream`. What is handed out is a block: at least the request rounded up to
-512 B, and the whole of what was found when that is too small to split. `allocated` therefore counts
-blocks, exactly as `torch.cuda.memory_allocated` does.
+The rules are those of torch 2.11 to 2.13 for one device, without user-created memory pools and
+`record_stream`. The allocator hands out whole blocks: the request rounded up to 512 B, or all of a
+free block whose remainder is too small to split off. `allocated` therefore counts blocks, exactly
+as `torch.cuda.memory_allocated` does.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ NULL = 0
 
 LEAST_BLOCK = 512
 LARGEST_SMALL = 1 * MIB
-"""Requests up to here come from the small pool."""
+"""Requests up to this size come from the small pool."""
 
 SMALL_SEGMENT = 2 * MIB
 SHARED_SEGMENT = 20 * MIB
-"""What is asked of the driver for a large request below `OWN_SEGMENT_FROM`."""
+"""The segment size requested from the driver for a large request below `OWN_SEGMENT_FROM`."""
 
 OWN_SEGMENT_FROM = 10 * MIB
 SEGMENT_ROUNDING = 2 * MIB
 
-# How much larger than the request an oversize block may be and still serve it whole.
+# By how much an oversize block may exceed the request and still serve it whole.
 _OVERSIZE_SLACK = 20 * MIB
 _UNLIMITED = 1 << 64
 
 GRAPH_POOL = 1 << 16
-"""From here on a stream's number stands for the pool of a CUDA graph, which is kept while it is."""
+"""Stream numbers from here on stand for a CUDA graph's pool, which lives as long as the graph."""
 
 # Address space of an expandable segment: a whole number of pages of either size, and more than any
-# device has. (PyTorch takes 9/8 of the device's memory; only a segment full of holes could tell.)
+# device has. (PyTorch takes 9/8 of the device's memory; only a segment full of holes could show the
+# difference.)
 _EXPANDABLE_RANGE = (1 << 20) * SHARED_SEGMENT
 
 TraceEvent = tuple[Literal["alloc"], int, int, int] | tuple[Literal["free"], int]
@@ -52,7 +53,7 @@ TraceEvent = tuple[Literal["alloc"], int, int, int] | tuple[Literal["free"], int
 
 
 class OutOfMemory(OomphError):
-    """The request does not fit under the cap, even with everything unused given back."""
+    """The request exceeds the cap, even with all unused memory returned to the driver."""
 
     def __init__(
         self, *, requested: int, allocated: int, reserved: int, cap: int, largest_free_block: int
@@ -71,16 +72,16 @@ class OutOfMemory(OomphError):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorStats:
-    """Bytes now and at their peaks, each peak on its own, as `torch.cuda.memory_stats` has them."""
+    """Bytes now and at their separate peaks, as `torch.cuda.memory_stats` reports them."""
 
     allocated: int
     reserved: int
     requested: int
     inactive_split: int
-    """Free bytes in segments that are in part allocated; expandable segments are not counted."""
+    """Free bytes in partly allocated segments; expandable segments are not counted."""
 
     segments: int
-    """Calls to cudaMalloc still held; expandable segments are not counted."""
+    """cudaMalloc calls whose memory is still held; expandable segments are not counted."""
 
     peak_allocated: int
     peak_reserved: int
@@ -89,19 +90,19 @@ class AllocatorStats:
     peak_segments: int
 
     retries: int
-    """How often everything unused was given back to the driver to make a request fit."""
+    """How often all unused memory was returned to the driver to make a request fit."""
 
     ooms: int
 
     largest_free_block: int
     allocated_at_peak_reserved: int
-    """Right after the request for which `reserved` first rose to its peak."""
+    """Measured right after the request for which `reserved` first rose to its peak."""
 
     largest_free_block_at_peak_reserved: int
 
     @property
     def fragmentation(self) -> float:
-        """The part of the peak of `reserved` that was not allocated then."""
+        """The fraction of the peak `reserved` that was not allocated at that moment."""
         if not self.peak_reserved:
             return 0.0
         return (self.peak_reserved - self.allocated_at_peak_reserved) / self.peak_reserved
@@ -114,7 +115,7 @@ class SegmentBlock(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of memory held from the driver; of an expandable segment, each mapped stretch."""
+    """A stretch of memory held from the driver; for an expandable segment, each mapped stretch."""
 
     stream: int
     address: int
@@ -124,10 +125,10 @@ class Segment(NamedTuple):
 
 
 class Allocator:
-    """A caching allocator with nothing behind it.
+    """A caching allocator with no memory behind it.
 
-    A handle is the block's address and, like one, may come back after it was freed. `cap` is what
-    `set_per_process_memory_fraction` would allow to be reserved.
+    A handle is the block's address and, like one, may be reused after the block is freed. `cap` is
+    the limit on reserved memory that `set_per_process_memory_fraction` would set.
     """
 
     def __init__(
@@ -137,7 +138,8 @@ class Allocator:
         self.cap = cap
         self._expandable = settings.expandable_segments
         self._max_split = settings.max_split_size or _UNLIMITED
-        # Pages can be given back one by one, so expandable segments are split whatever the size.
+        # Pages can be returned one by one, so blocks of expandable segments are split whatever
+        # their size.
         self._splits_below = _UNLIMITED if self._expandable else self._max_split
         self._rounds_power2 = any(n > 1 for n in settings.roundup_power2_divisions)
         self._collects = cap is not None and settings.garbage_collection_threshold > 0
@@ -157,7 +159,7 @@ class Allocator:
         self._retries = self._ooms = 0
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """A handle to a block of at least `size` bytes; `NULL` for an empty one."""
+        """A handle to a block of at least `size` bytes; `NULL` for an empty request."""
         if size <= 0:
             if size < 0:
                 raise BadInput(f"cannot allocate {size} bytes")
@@ -169,7 +171,7 @@ class Allocator:
             pool = self._large.get(stream) or self._open_pool(stream, small=False)
             self._large_searches += 1
         max_split = self._max_split
-        # An oversize block is not split, so it serves only what needs about all of it.
+        # An oversize block is not split, so it serves only requests for nearly all of it.
         limit = max_split if rounded < max_split else rounded + _OVERSIZE_SLACK
         block = pool.take_fit(rounded, limit, expandable=self._expandable)
         found = block is not None
@@ -213,7 +215,8 @@ class Allocator:
         block.cached_at = self._large_searches
         if self._expandable:
             return
-        # Split: the block's bytes became inactive. Whole again: those of its neighbours ceased to.
+        # Still split: the block's bytes became inactive. Whole again: its neighbours' bytes no
+        # longer count.
         split = block.prev is not None or block.next is not None
         self._inactive_split += size if split else size - block.size
         if self._inactive_split > self._peak_inactive_split:
@@ -221,11 +224,11 @@ class Allocator:
 
     @property
     def allocated(self) -> int:
-        """Bytes handed out now; cheap, unlike a whole snapshot of `stats`."""
+        """Bytes handed out now; cheaper to read than all of `stats`."""
         return self._allocated
 
     def empty_cache(self) -> None:
-        """Give back what is unused: whole segments, or whole pages of expandable segments."""
+        """Return unused memory: whole segments, or whole pages of expandable segments."""
         for pool in (*self._large.values(), *self._small.values()):
             if pool.stream >= GRAPH_POOL:
                 continue  # a replay uses it again
@@ -263,7 +266,7 @@ class Allocator:
         )
 
     def segments(self) -> list[Segment]:
-        """What is held from the driver, by address."""
+        """The segments held from the driver, by address."""
         segments = []
         for address in sorted(self._blocks):
             block: Block | None = self._blocks[address]
@@ -291,7 +294,8 @@ class Allocator:
             "small" if small else "large",
             stream,
             page=SMALL_SEGMENT if small else SHARED_SEGMENT,
-            # A large block that would leave no large block behind is handed out whole.
+            # A large block is handed out whole if the remainder would be too small for the large
+            # pool.
             least_spare=LEAST_BLOCK if small or self._expandable else LARGEST_SMALL + 1,
             blocks=self._blocks,
         )
@@ -299,13 +303,13 @@ class Allocator:
         return pool
 
     def _grow(self, pool: Pool, size: int, requested: int) -> Block:
-        """Take a block from the driver, giving back ever more of what is unused until it fits."""
+        """Take a block from the driver, returning ever more unused memory until it fits."""
         if self._collects:
             self._collect_garbage()
         block = self._from_driver(pool, size)
         if block is None and self._release_oversize(pool, size):
             block = self._from_driver(pool, size)
-        if block is None and pool.stream < GRAPH_POOL:  # nothing is given back during a capture
+        if block is None and pool.stream < GRAPH_POOL:  # no memory is returned during a capture
             self.empty_cache()
             self._retries += 1
             block = self._from_driver(pool, size)
@@ -328,8 +332,8 @@ class Allocator:
             segment = SHARED_SEGMENT
         else:
             segment = -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
-        # Asked of expandable segments too, whatever they will map: so a cap may refuse what would
-        # have fitted, and whole pages may exceed it.
+        # The cap is checked against this size for expandable segments too, whatever they will map:
+        # so a cap may refuse a request that would fit, and whole pages may exceed the cap.
         if self.cap is not None and self._reserved + segment > self.cap:
             return None
         if self._expandable:
@@ -354,7 +358,7 @@ class Allocator:
         self._segments -= 1
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back as few oversize blocks as make up for the request; whether they do."""
+        """Return as few oversize blocks as make up for the request; tells whether they suffice."""
         if self._max_split == _UNLIMITED or self._expandable:
             return False
         wanted = max(size, self._max_split)
@@ -371,17 +375,19 @@ class Allocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Above the threshold, give back the large segments that were unused for longest."""
+        """Above the threshold, return the large segments that were unused for longest."""
         assert self.cap is not None
         surplus = self._reserved - int(self.settings.garbage_collection_threshold * self.cap)
         ages = {
             block: self._large_searches - block.cached_at
             for pool in self._large.values()
+            if pool.stream < GRAPH_POOL
             for block in pool.free_blocks()
             if block.prev is None and block.next is None
         }
         while surplus > 0 and ages:
-            # All that are older than average go, even past the threshold: this should be rare.
+            # All that are older than average are released, even past the threshold: this should be
+            # rare.
             average = sum(ages.values()) / len(ages)
             for block in [block for block, age in ages.items() if age >= average]:
                 surplus -= block.size
@@ -405,8 +411,8 @@ def replay_trace(
 ) -> AllocatorStats:
     """What an allocator with these settings would have done with a recorded history.
 
-    New segments get the addresses that the driver gave out then: they differ from process to
-    process, and break ties. Raises `OutOfMemory` under too low a cap.
+    New segments get the addresses that the driver gave out then: addresses differ from process to
+    process, and break ties. Raises `OutOfMemory` if the cap is too low.
     """
     allocator = Allocator(settings, cap=cap)
     driver = allocator.driver = RecordedAddresses()

@@ -1,4 +1,4 @@
-"""What `PYTORCH_CUDA_ALLOC_CONF` may say about device memory, read as torch 2.13 reads it."""
+"""The device-memory options of `PYTORCH_CUDA_ALLOC_CONF`, parsed as torch 2.13 parses them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oomph.units import MIB
 POWER2_INTERVALS = 16
 LEAST_MAX_SPLIT = 20 * MIB
 
-# Host memory and locking: they cannot change what is reserved on the device.
+# These options concern host memory and locking: they cannot change what is reserved on the device.
 _NO_EFFECT = frozenset(
     {
         "pinned_free_catch_all",
@@ -32,11 +32,12 @@ class AllocatorSettings:
     """Grow one segment per pool and stream page by page, instead of one segment per request."""
 
     max_split_size: int | None = None
-    """Blocks of at least so many bytes are never split. None: any block may be."""
+    """Blocks of at least this many bytes are never split. None: any block may be split."""
 
     roundup_power2_divisions: tuple[int, ...] = (0,) * POWER2_INTERVALS
     """Steps between two powers of two that sizes are rounded up to; 0 or 1: round to 512 B only.
-    One entry per power of two from 1 MiB to 32 GiB; what is smaller or larger uses the nearest."""
+    One entry per power of two from 1 MiB to 32 GiB; smaller and larger sizes use the nearest entry.
+   """
 
     garbage_collection_threshold: float = 0.0
     """Fraction of the cap above which blocks long unused are released early. 0: never."""
@@ -98,7 +99,7 @@ class AllocatorSettings:
             parts.append(f"max_split_size_mb:{self.max_split_size // MIB}")
         divisions = self.roundup_power2_divisions
         if len(set(divisions)) > 1:
-            # Every interval by name: what ">" covers has changed between torch versions.
+            # Every interval is named: the meaning of ">" has changed between torch versions.
             steps = ",".join(f"{1 << i}:{n}" for i, n in enumerate(divisions))
             parts.append(f"roundup_power2_divisions:[{steps}]")
         elif divisions[0]:
@@ -162,7 +163,8 @@ def _divisions(value: str) -> tuple[int, ...]:
             raise BadInput(f"cannot read {entry!r} in {name}; write it like [64:8,256:4,>:1]")
         steps = _whole(name, steps_text)
         if bound == ">":
-            # From the interval after the last one named; older torch began at that one itself.
+            # Applies from the interval after the last named one; older torch began at that one
+            # itself.
             start = (last or 0) + 1
             divisions[start:] = [steps] * (POWER2_INTERVALS - start)
             continue

@@ -1,1 +1,1 @@
-"""What CUDA does differently from the CPU that the fake tensors are on."""
+"""Differences between CUDA and the CPU, where the fake tensors are."""

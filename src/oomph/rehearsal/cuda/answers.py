@@ -1,27 +1,28 @@
 """`torch.cuda` as a process with the rehearsed GPU would find it.
 
-Model code, libraries and training scripts ask `torch.cuda` what they run on, how much memory is
-left, and to wait or to clean up. Each question is answered for the GPU of the rehearsal; memory
+Model code, libraries and training scripts ask `torch.cuda` what they run on and how much memory is
+left, and tell it to wait or to clean up. Each question is answered for the rehearsed GPU; memory
 questions are answered from the recorder, so a script that logs its memory logs the prediction.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
-import torch._dynamo.trace_rules
 import torch.backends.cudnn.rnn
 
-from oomph.gpus import GPU
+from oomph.hardware import GPU
+from oomph.process.rehearsal_threads import StandInClass, replaced_here, shown_here
 from oomph.rehearsal.cuda.recurrent import MODES
 from oomph.rehearsal.recorder import Recorder
+from oomph.torch_compat import cuda, tracing
 
-#: Computed once per GPU by the driver; nothing in a rehearsal depends on its value.
+#: Fixed answers; nothing in a rehearsal depends on these values.
 _WARP = 32
 _CUDNN_VERSION = 91002
 
@@ -46,6 +47,10 @@ def _properties(gpu: GPU) -> SimpleNamespace:
         shared_memory_per_multiprocessor=233472,
         uuid="rehearsed",
     )
+
+
+class _StandInStream(StandInClass, abc.ABCMeta):
+    """A metaclass for streams: they are context managers, hence abstract classes."""
 
 
 class _NoStream(contextlib.AbstractContextManager["_NoStream"]):
@@ -79,19 +84,22 @@ class _NoStream(contextlib.AbstractContextManager["_NoStream"]):
         return 0.0
 
 
-class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
-    """Generators made before or outside the rehearsal are generators, too."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _REAL_GENERATOR)
+class _Stream(_NoStream, metaclass=_StandInStream):
+    real = torch.cuda.Stream
 
 
-_REAL_GENERATOR = torch.Generator
+class _Event(_NoStream, metaclass=_StandInStream):
+    real = torch.cuda.Event
 
 
-class _Generator(torch.Generator, metaclass=_AnyGenerator):
-    """A generator that says it is on the GPU if that was asked for, and draws on the fake CPU."""
+class _StandInGenerator(StandInClass, type(torch.Generator)):  # type: ignore[misc]
+    """A metaclass: `torch.Generator` has one of its own, which this has to extend."""
 
+
+class _Generator(torch.Generator, metaclass=_StandInGenerator):
+    """A generator that reports the requested device, but draws on the fake CPU."""
+
+    real = torch.Generator
     _asked: torch.device
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
@@ -108,7 +116,7 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
 
 
 def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
-    """By name in `torch.cuda`."""
+    """The stand-ins by their name in `torch.cuda`."""
 
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
@@ -136,7 +144,7 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
         return max(gpu.memory - recorder.allocated, 0), gpu.memory
 
     def random_state(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
     capability = gpu.compute_capability or (9, 0)
     nothing = always(None)
@@ -144,11 +152,10 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
     return {
         "is_available": always(True),
         "is_initialized": always(True),
-        "_is_compiled": always(True),
+        cuda.IS_COMPILED: always(True),
         "device_count": always(1),
         "current_device": always(0),
-        "_exchange_device": always(0),
-        "_maybe_exchange_device": always(0),
+        **dict.fromkeys(cuda.EXCHANGE_DEVICE, always(0)),
         "get_device_name": always(gpu.name),
         "get_device_capability": always(capability),
         "get_device_properties": always(_properties(gpu)),
@@ -166,12 +173,12 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
         "reset_max_memory_allocated": reset_peak,
         "reset_accumulated_memory_stats": nothing,
         "set_per_process_memory_fraction": nothing,
-        "_record_memory_history": nothing,
+        cuda.RECORD_HISTORY: nothing,
         "empty_cache": nothing,
         "ipc_collect": nothing,
         "synchronize": nothing,
         "set_device": nothing,
-        "_lazy_init": nothing,
+        cuda.LAZY_INIT: nothing,
         "init": nothing,
         "manual_seed": nothing,
         "manual_seed_all": nothing,
@@ -186,8 +193,8 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
         "default_stream": always(stream),
         "stream": always(stream),
         "set_stream": nothing,
-        "Stream": _NoStream,
-        "Event": _NoStream,
+        "Stream": _Stream,
+        "Event": _Event,
         "is_current_stream_capturing": always(False),
         "utilization": always(0),
         "temperature": always(0),
@@ -202,7 +209,7 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
     }
 
 
-#: What `torch.accelerator` calls the same questions.
+#: The names in `torch.accelerator` of functions in `torch.cuda`.
 _ACCELERATOR_NAMES = {
     "is_available": "is_available",
     "device_count": "device_count",
@@ -228,7 +235,7 @@ _ACCELERATOR_NAMES = {
     )
 }
 
-#: Modules of `torch.cuda` in which the same functions are found.
+#: The modules of `torch.cuda` that contain these functions.
 _CUDA_MODULES = (
     torch.cuda,
     torch.cuda.memory,
@@ -239,34 +246,19 @@ _CUDA_MODULES = (
 )
 
 
-class _Answer:
-    """An answer for as long as the rehearsal lasts; who kept it then gets the real function.
-
-    Libraries imported during a rehearsal may hold on to what they found in `torch.cuda`.
-    """
-
-    def __init__(self, module: ModuleType, name: str, answer: Any) -> None:
-        self._module, self._name, self._answer = module, name, answer
-        self.__name__ = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current = getattr(self._module, self._name)
-        return (self._answer if current is self else current)(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def cuda_answers(gpu: GPU, recorder: Recorder) -> Iterator[None]:
     """While active, `torch.cuda` answers as if `gpu` were there and nothing else ran on it."""
-    # Dynamo, which optimizers load, files torch's functions by identity once and for all: it must
-    # find the real ones.
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    # Dynamo, which optimizers load, registers torch's functions by identity, once: it must see the
+    # real ones.
+    tracing.file_functions()
     answers = _answers(gpu, recorder)
     with contextlib.ExitStack() as stack:
 
         def put(module: Any, name: str, answer: Any) -> None:
             if hasattr(module, name):
-                late = answer if isinstance(answer, type) else _Answer(module, name, answer)
-                stack.enter_context(mock.patch.object(module, name, late))
+                put_in = shown_here if isinstance(answer, type) else replaced_here
+                stack.enter_context(put_in(module, name, answer))
 
         for module in _CUDA_MODULES:
             for name, answer in answers.items():
@@ -274,16 +266,16 @@ def cuda_answers(gpu: GPU, recorder: Recorder) -> Iterator[None]:
         for name, same in _ACCELERATOR_NAMES.items():
             put(torch.accelerator, name, answers[same])
         put(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+        for name in cuda.EXCHANGE_ACCELERATOR:
+            put(cuda.bindings, name, lambda *_: 0)  # what `torch.accelerator.device_index` calls
         put(torch.backends.cuda, "is_built", lambda: True)
         put(torch.backends.cudnn, "is_available", lambda: True)
         put(torch.backends.cudnn, "version", lambda: _CUDNN_VERSION)
         # Recurrent layers then put their weights into one buffer, as they do on a GPU.
         put(torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.is_cuda)
         put(torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()])
-        put(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
-        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
-        stack.enter_context(
-            mock.patch.object(torch.cuda, "default_generators", (_Generator("cuda:0"),))
-        )
-        stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
+        put(torch, cuda.FLATTENS_WEIGHTS, lambda: True)
+        put(torch, "Generator", _Generator)
+        stack.enter_context(shown_here(torch.cuda, "default_generators", (_Generator("cuda:0"),)))
+        stack.enter_context(shown_here(torch.version, "cuda", torch.version.cuda or "13.0"))
         yield

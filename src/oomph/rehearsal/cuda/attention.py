@@ -1,8 +1,8 @@
-"""Which attention kernel a GPU would run, and a call of that kernel's own op.
+"""Chooses the attention kernel that a GPU would run, and calls that kernel's own op.
 
-The kernels save different things for backward and need different workspaces, so the choice decides
-gigabytes. The rules are those of ATen's `sdp_utils.cpp` (torch 2.11 to 2.13); the ops are called on
-fake tensors, so that autograd saves what it would save on the GPU.
+The kernels save different tensors for backward and need different workspaces, so the choice makes
+gigabytes of difference. The rules are those of ATen's `sdp_utils.cpp` (torch 2.11 to 2.13); the ops
+are called on fake tensors, so that autograd saves what it would save on the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.gpus import GPU
+from oomph.hardware import GPU
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Kernel(StrEnum):
-    """The ways CUDA builds of PyTorch compute attention."""
+    """The attention kernels in CUDA builds of PyTorch."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -43,16 +43,16 @@ class Attention:
     causal: bool = False
     scale: float | None = None
     grouped: bool = False
-    """Whether several heads of the query may share one of key and value."""
+    """Whether several query heads may share one key and value head."""
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether backward will come for it."""
+        """Whether the call will have a backward pass."""
         return _wants_gradient(self.query, self.key, self.value)
 
     @property
     def fits_fused_kernels(self) -> bool:
-        """Four dimensions, something to attend to, rows without gaps: what all of them ask for."""
+        """Requirements of all fused kernels: four dimensions, non-empty sequences, dense rows."""
         query, key, value = self.query, self.key, self.value
         return (
             query.dim() == key.dim() == value.dim() == 4
@@ -65,7 +65,7 @@ class Attention:
 
     @property
     def heads_match(self) -> bool:
-        """Whether query, key and value have as many heads."""
+        """Whether query, key and value have the same number of heads."""
         return self.query.shape[1] == self.key.shape[1] == self.value.shape[1]
 
 
@@ -92,7 +92,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 def _cudnn_can(capability: tuple[int, int], call: Attention) -> bool:
     widths = call.query.shape[-1], call.value.shape[-1]
-    # 192 against 128 is the one wider pair cuDNN 9.11+ takes on these cards.
+    # 192 with 128 is the only wider pair that cuDNN 9.11+ takes on these cards.
     limit = 192 if widths == (192, 128) else 128
     return (
         capability >= (8, 0)
@@ -177,7 +177,7 @@ def _run_cudnn(call: Attention) -> Any:
 
 def _run_flash(call: Attention) -> Any:
     width = call.query.shape[-1]
-    # The kernel wants a multiple of eight; the scale stays that of the true width.
+    # The kernel needs a multiple of eight; the scale stays that of the true width.
     scale = call.scale if call.scale is not None else width**-0.5
     padded = [_pad_last(tensor, 8) for tensor in (call.query, call.key, call.value)]
     out = aten._scaled_dot_product_flash_attention(
@@ -197,10 +197,10 @@ def _run_efficient(call: Attention) -> Any:
 
 
 def _as_float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Fused kernels add the mask: a boolean one becomes zeros and minus infinities first."""
+    """Fused kernels add the mask: a boolean mask becomes zeros and minus infinities first."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    # Where the mask is: a block that is traced for compiling is not on the GPU.
+    # On the mask's device: a block that is traced for compiling is not on the GPU.
     low, zero = (torch.scalar_tensor(x, dtype=dtype, device=mask.device) for x in (-math.inf, 0.0))
     return torch.where(mask, zero, low)
 
@@ -211,7 +211,7 @@ def _pad_last(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _aligned_mask(mask: Tensor) -> Tensor:
-    """The efficient kernel wants rows of a multiple of 16 bytes: pad, then show the true width."""
+    """Pad rows to the 16-byte multiple that the efficient kernel needs, then slice them back."""
     width = mask.shape[-1]
     if width % 8 == 0:
         return mask

@@ -1,25 +1,35 @@
 """CUDA's autocast, on fake CPU tensors.
 
 CPU and CUDA autocast cast different ops. While a GPU is rehearsed, CUDA's lists (ATen's
-`autocast_mode.h`) are registered in the dispatcher in place of the CPU's, so every caller is seen:
-Python, C++ composites and recomputation inside backward alike. The weight cache is CUDA's too: a
-leaf that needs a gradient is cast once and the copy stays until the outermost region ends.
+`autocast_mode.h`) are registered in the dispatcher in place of the CPU's, so that they apply to
+every caller: Python, C++ composites and recomputation inside backward alike. The weight cache is
+CUDA's too: a leaf that needs a gradient is cast once and the copy stays until the outermost region
+ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from oomph.process.rehearsal_threads import no_warnings_here, replaced_here
 from oomph.rehearsal.dispatching import find_operator, replaced_kernels
+from oomph.torch_compat.dispatch import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    all_op_names,
+    has_kernel,
+)
+from oomph.torch_compat.operators import schema_of
+from oomph.torch_compat.pytree import tree_map
+from oomph.torch_compat.storages import cdata_of
+from oomph.torch_compat.tensors import is_view
 
 _LOWER_PRECISION = [
     "_convolution.deprecated",
@@ -119,7 +129,7 @@ _FULL_PRECISION = [
     "_upsample_bicubic2d_aa",
 ]
 
-#: Ops that take a dtype: CUDA asks them to compute and answer in fp32, without a cast of their own.
+#: Ops that take a dtype: CUDA has them compute and return fp32, without a separate cast.
 _FULL_PRECISION_BY_DTYPE = [
     "prod",
     "prod.dim_int",
@@ -150,40 +160,40 @@ _WIDEST_INPUT = [
     "scatter_add",
 ]
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 class WeightCache:
-    """The lower-precision copies autocast keeps of leaves that need a gradient."""
+    """The lower-precision copies that autocast keeps of leaves that need a gradient."""
 
     def __init__(self) -> None:
-        # Keyed by storage: a weak reference to the tensor would forbid converting its module.
+        # Keyed by storage: a weak reference to the tensor would prevent converting its module.
         self._copies: dict[int, Tensor] = {}
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """`tensor` in `dtype`, from the cache where autocast would keep it."""
+        """`tensor` in `dtype`, from the cache where autocast would cache it."""
         cacheable = (
             tensor.dtype is torch.float32
             and tensor.requires_grad
             and tensor.is_leaf
-            and not tensor._is_view()
+            and not is_view(tensor)
             and torch.is_autocast_cache_enabled()
         )
         if not cacheable:
             return tensor.to(dtype)
-        key = tensor.untyped_storage()._cdata
+        key = cdata_of(tensor.untyped_storage())
         if key not in self._copies:
             self._copies[key] = tensor.to(dtype)
         return self._copies[key]
 
     def clear(self) -> None:
-        """Forget all copies, as leaving the outermost autocast region does."""
+        """Drop all copies, as leaving the outermost autocast region does."""
         self._copies.clear()
 
 
 def _kernel(run: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        with ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
             return run(*args, **kwargs)
 
     return kernel
@@ -191,7 +201,7 @@ def _kernel(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
-    """While active, autocast to "cuda" works on fake CPU tensors the way it does on a GPU."""
+    """While active, autocast for "cuda" works on fake CPU tensors as it does on a GPU."""
     cache = WeightCache()
 
     def eligible(value: Any) -> bool:
@@ -204,7 +214,7 @@ def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
 
     def backwards(cast: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
         # C++ evaluates the casts of a call from the last argument to the first, and the order of
-        # allocations decides where they lie.
+        # allocations decides their addresses.
         return [tree_map(cast, value) for value in reversed(args)][::-1]
 
     def lower(operator: Any) -> Callable[..., Any]:
@@ -223,10 +233,10 @@ def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
         return _kernel(lambda *a, **k: operator(*backwards(to_float, a), **tree_map(to_float, k)))
 
     def full_by_dtype(operator: Any) -> Callable[..., Any]:
-        takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
+        takes_dtype = any(argument.name == "dtype" for argument in schema_of(operator).arguments)
         if not takes_dtype:
             return full(operator)
-        at = [argument.name for argument in operator._schema.arguments].index("dtype")
+        at = [argument.name for argument in schema_of(operator).arguments].index("dtype")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = args[at] if len(args) > at else kwargs.get("dtype")
@@ -254,27 +264,26 @@ def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
         (_FULL_PRECISION_BY_DTYPE, full_by_dtype),
         (_WIDEST_INPUT, widest),
     )
-    with replaced_kernels() as replace, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # replacing the CPU's own kernels is the point
+    # PyTorch warns that its own kernels are replaced, which is intended.
+    with replaced_kernels() as replace, no_warnings_here():
         for names, policy in policies:
             for name in names:
                 replace(name, policy(find_operator(name)), "AutocastCPU")
         for name in _cast_on_the_cpu_only():
-            replace(name, torch.library.fallthrough_kernel, "AutocastCPU")
+            replace(name, None, "AutocastCPU")
         with _cuda_means_cpu(cache):
             yield
 
 
 @functools.cache
 def _cast_on_the_cpu_only() -> tuple[str, ...]:
-    """Ops that the CPU's autocast casts and CUDA's leaves alone, such as `cat`."""
+    """Ops that the CPU's autocast casts and CUDA's does not, such as `cat`."""
     ours = {*_LOWER_PRECISION, *_FULL_PRECISION, *_FULL_PRECISION_BY_DTYPE, *_WIDEST_INPUT}
-    known = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    known = (name for name in all_op_names() if name.startswith("aten::"))
     return tuple(
         name.removeprefix("aten::")
         for name in known
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
-        and name.removeprefix("aten::") not in ours
+        if has_kernel(name, "AutocastCPU") and name.removeprefix("aten::") not in ours
     )
 
 
@@ -288,7 +297,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _cuda_means_cpu(cache: WeightCache) -> Iterator[None]:
-    """Questions about CUDA's autocast state are answered by the CPU's, where it is emulated."""
+    """Answer questions about CUDA's autocast state with the CPU's state, where it is emulated."""
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:
@@ -301,7 +310,7 @@ def _cuda_means_cpu(cache: WeightCache) -> Iterator[None]:
         def asked(device_type: str | None = None, *rest: Any) -> Any:
             return original("cpu" if device_type in (None, "cuda") else device_type, *rest)
 
-        return mock.patch.object(torch, name, asked)
+        return replaced_here(torch, name, asked)
 
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_autocast_enabled, "cpu", torch.is_autocast_enabled("cpu"))
@@ -314,7 +323,7 @@ def _cuda_means_cpu(cache: WeightCache) -> Iterator[None]:
             "set_autocast_dtype",
         ):
             stack.enter_context(retarget(name))
-        stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", clear_both))
+        stack.enter_context(replaced_here(torch, "clear_autocast_cache", clear_both))
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
-"""Ops that PyTorch takes apart differently on a GPU than on a CPU.
+"""Ops that PyTorch decomposes differently on a GPU than on a CPU.
 
-These are decided above autograd, so a fake CPU tensor would record the CPU's backward: another
+These are decomposed above autograd, so a fake CPU tensor would record the CPU's backward: another
 dropout, another batch norm, attention with its whole score matrix. While a GPU is rehearsed they
 are replaced in the dispatcher by calls of the op the GPU would run.
 """
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.gpus import GPU
+from oomph.hardware import GPU
 from oomph.rehearsal.cuda.attention import Attention, attend
 from oomph.rehearsal.cuda.recurrent import run_recurrent
 from oomph.rehearsal.dispatching import find_operator, replaced_kernels
+from oomph.rehearsal.packed_sequences import batch_sizes_of
+from oomph.torch_compat.dispatch import DispatchKey
 
 aten = torch.ops.aten
 
-#: Above the backend's own kernel whether or not autograd is on; inference mode drops the first.
+#: Keys above the backend's own kernel, with autograd on or off; inference mode skips the first.
 _KEYS = ("AutogradCPU", "CPU")
 
 
@@ -31,7 +33,7 @@ def cuda_composites(
 ) -> Iterator[None]:
     """While active, composite ops on GPU tensors become the ops CUDA would run.
 
-    `is_traced` tells when a block is traced for compilation.
+    `is_traced` tells whether a block is being traced for compilation.
     """
 
     def sdpa(
@@ -69,7 +71,7 @@ def cuda_composites(
         if bias is not None and input.dim() == 2:
             return torch.addmm(bias, input, weight.t())
         out = torch.matmul(input, weight.t())
-        # In place: PyTorch only avoids it because a mode is watching.
+        # In place: PyTorch only avoids that because a mode is active.
         return out.add_(bias) if bias is not None else out
 
     def dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -78,7 +80,7 @@ def cuda_composites(
         if not train or p == 0 or input.numel() == 0:
             return input
         if p == 1:
-            return input * torch.zeros((), dtype=input.dtype)
+            return input * torch.zeros((), dtype=input.dtype, device="cpu")
         return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
 
     def batch_norm(
@@ -120,7 +122,7 @@ def cuda_composites(
         return _softmax(aten._log_softmax, input, dim, dtype)
 
     def _softmax(run: Any, input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-        # CUDA reads fp16 and writes fp32 in one kernel; everything else is converted first.
+        # CUDA reads fp16 and writes fp32 in one kernel; all other inputs are converted first.
         fused = dtype is torch.float32 and input.dtype is torch.float16 and on_gpu(input)
         if not fused and dtype is not None:
             input = input.to(dtype)
@@ -131,7 +133,7 @@ def cuda_composites(
             states = [states] if isinstance(states, Tensor) else states
             dtype = torch.get_autocast_dtype("cpu")
             if torch.is_autocast_enabled("cpu") and input.dtype is torch.float32:
-                # Autocast casts the whole buffer of weights at once, and does not keep it.
+                # Autocast casts the whole buffer of weights at once, and does not cache it.
                 flat = torch.cat([weight.flatten().to(dtype) for weight in params])
                 parts = flat.split([weight.numel() for weight in params])
                 params = [p.view(w.shape) for p, w in zip(parts, params, strict=True)]
@@ -140,11 +142,27 @@ def cuda_composites(
 
         return run
 
+    def packed(mode: str) -> Callable[..., Any]:
+        run = recurrent(mode)
+
+        def run_packed(
+            data: Tensor, batch_sizes: Tensor, states: Any, params: Any, *options: Any
+        ) -> tuple[Tensor, ...]:
+            sizes = batch_sizes_of(batch_sizes)
+            made: tuple[Tensor, ...] = run(data, states, params, *options, False, sizes)
+            return made
+
+        return run_packed
+
     kernels: dict[str, Callable[..., Any]] = {
         "lstm.input": recurrent("lstm"),
         "gru.input": recurrent("gru"),
         "rnn_tanh.input": recurrent("rnn_tanh"),
         "rnn_relu.input": recurrent("rnn_relu"),
+        "lstm.data": packed("lstm"),
+        "gru.data": packed("gru"),
+        "rnn_tanh.data": packed("rnn_tanh"),
+        "rnn_relu.data": packed("rnn_relu"),
         "scaled_dot_product_attention": sdpa,
         "linear": linear,
         "dropout": dropout,
@@ -163,8 +181,8 @@ def cuda_composites(
 def _as_traced(
     name: str, kernel: Callable[..., Any], is_traced: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """The kernel, but for blocks that are traced where PyTorch's tracer has one of its own."""
-    traced = find_operator(name).py_kernels.get(torch._C.DispatchKey.CompositeImplicitAutograd)
+    """Use the tracer's own kernel, if there is one, while a block is traced; else `kernel`."""
+    traced = find_operator(name).py_kernels.get(DispatchKey.CompositeImplicitAutograd)
     if traced is None:
         return kernel
 

@@ -1,9 +1,9 @@
-"""What CUDA's kernels take beyond their outputs, op by op.
+"""The memory that CUDA's kernels take beyond their outputs, op by op.
 
-The formulas are read off ATen's sources and checked against allocation histories of an H200 (torch
-2.11, cuDNN 9.19). Where a library decides by itself, its formula is read off those histories: CUB's
-sort, and what cuDNN's convolutions were seen to convert and to compute in parts. Those of cuDNN are
-marked as doubtful, which widens the estimate's interval.
+The formulas are taken from ATen's sources and checked against allocation histories of an H200
+(torch 2.11, cuDNN 9.19). Where a library decides by itself, the formula is fitted to those
+histories: CUB's sort, and the conversions and partial results seen in cuDNN's convolutions. Those
+of cuDNN are marked as doubtful, which widens the estimate's interval.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.gpus import GPU
+from oomph.hardware import GPU
+from oomph.hardware.timing.layouts import (
+    converted_weight,
+    has_channels_last,
+    is_converted,
+    per_group,
+    weight_parts,
+)
 from oomph.rehearsal.cuda.recurrent import (
     cudnn_rnn,
     cudnn_rnn_backward,
@@ -25,14 +32,8 @@ from oomph.rehearsal.cuda.recurrent import (
 )
 from oomph.rehearsal.cuda.reductions import reduction_scratch
 from oomph.rehearsal.kept_storage import run_with_kept_storage
+from oomph.rehearsal.products import grouped_product
 from oomph.rehearsal.rules import Burst
-from oomph.timing.layouts import (
-    converted_weight,
-    has_channels_last,
-    is_converted,
-    per_group,
-    weight_parts,
-)
 from oomph.units import KIB, MIB
 
 aten = torch.ops.aten
@@ -46,18 +47,20 @@ class CudaKernels:
     gpu: GPU
 
     def replace(self, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Outputs of ops that have no fake kernel, or one that follows the CPU's rules."""
+        """Outputs of ops without a fake kernel, or whose fake kernel follows the CPU's rules."""
         make = _REPLACED.get(func)
         if make is None:
             return run_with_kept_storage(func, args, kwargs)
         return make(*args, **kwargs)
 
     def scratch(self, func: Any, args: Arguments, out: Any) -> Sequence[Burst]:
-        """Memory allocated and freed inside the op: one burst after the other."""
+        """The memory allocated and freed inside the op: one burst after the other."""
         formula = _SCRATCH.get(func)
         return formula(self, args, out) if formula is not None else ()
 
-    def lasting(self, func: Any, args: Arguments, in_backward: bool) -> Sequence[tuple[str, int]]:
+    def fixed_part(
+        self, func: Any, args: Arguments, in_backward: bool
+    ) -> Sequence[tuple[str, int]]:
         """Workspaces that stay: cuBLAS keeps one per thread, and backward has its own thread."""
         if func not in _MATRIX_PRODUCTS:
             return ()
@@ -68,7 +71,7 @@ class CudaKernels:
         return kept
 
     def output_order(self, func: Any) -> Sequence[int] | None:
-        """The order in which the kernel allocates its outputs, where it is not theirs."""
+        """The order in which the kernel allocates its outputs, where it is not the outputs' own."""
         return _OUTPUT_ORDER.get(func)
 
     def host_outputs(self, func: Any) -> Collection[int]:
@@ -90,7 +93,7 @@ class CudaKernels:
         return 1536 if capability in ((8, 6), (8, 9), (12, 0)) else 2048
 
     def reduction(self, tensor: Tensor, dims: Sequence[int], accumulator: int = 4) -> list[int]:
-        """Scratch of reducing `tensor` over `dims` on this GPU."""
+        """Scratch sizes for reducing `tensor` over `dims` on this GPU."""
         return reduction_scratch(
             tensor,
             dims,
@@ -143,21 +146,6 @@ def _native_group_norm_backward(grad: Tensor, *args: Any) -> tuple[Tensor | None
     return None if of_images is None else of_images.new_empty(of_images.shape), *others
 
 
-def _grouped_mm(
-    one: Tensor,
-    other: Tensor,
-    offsets: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    rows, columns = one.shape[-2], other.shape[-1]
-    if one.dim() == other.dim():
-        assert offsets is not None or one.dim() == 3
-        groups = one.shape[0] if one.dim() == 3 or offsets is None else offsets.shape[0]
-        return one.new_empty(groups, rows, columns, dtype=out_dtype or one.dtype)
-    return one.new_empty(rows, columns, dtype=out_dtype or one.dtype)
-
-
 def _cudnn_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
     out = list(aten._scaled_dot_product_cudnn_attention(query, *args, **kwargs))
     computes_log_sums = args[3]
@@ -173,17 +161,16 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn_flatten_weight.default: flatten_weights,
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
-    # CUDA has no kernel for channels last, and its results have not, either.
+    # CUDA's group norm has no channels-last kernel, so its results are not channels last, either.
     aten.native_group_norm.default: _native_group_norm,
     aten.native_group_norm_backward.default: _native_group_norm_backward,
-    # The fake kernel takes bf16 only; CUDA other types, too.
-    aten._grouped_mm.default: _grouped_mm,
-    # The CPU counts floats only, CUDA integers, too.
+    aten._grouped_mm.default: grouped_product,
+    # The CPU's histc takes only floats, CUDA's also integers.
     aten.histc.default: lambda tensor, bins=100, *_: tensor.new_empty(bins),
 }
 
 
-#: The mask before what it masks, the random seed before the result.
+#: The mask before the masked result; the random seed before the attention's result.
 _OUTPUT_ORDER: dict[Any, Sequence[int]] = {
     aten.native_dropout.default: (1, 0),
     aten._scaled_dot_product_cudnn_attention.default: (2, 3, 0, 1),
@@ -198,7 +185,7 @@ Formula = Callable[[CudaKernels, Arguments, Any], Sequence[Burst]]
 def _sum(rules: CudaKernels, args: Arguments, out: Any) -> list[Burst]:
     tensor = args[0]
     dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-    # Whole numbers are converted to the result's type first; floats on the way.
+    # Integers are converted to the result's type up front; floats inside the kernel.
     whole = not tensor.is_floating_point() and tensor.dtype is not out.dtype
     cast = [tensor.numel() * out.element_size()] if whole else []
     accumulator = 8 if out.dtype in (torch.int64, torch.float64) else 4
@@ -357,13 +344,13 @@ def _convolution_backward(rules: CudaKernels, args: Arguments, out: Any) -> list
 
 
 def _copied_weight(images: Tensor, weight: Tensor) -> list[int]:
-    """ATen gives the weight the layout of the images first."""
+    """ATen first converts the weight to the images' memory layout."""
     copies = has_channels_last(images) and not weight.is_contiguous(memory_format=_last(weight))
     return [_bytes(weight)] if copies else []
 
 
 def _is_laid_out_as(images: Tensor, gradient: Tensor) -> bool:
-    """Whether the gradient lies in memory as the images do, or is brought there first."""
+    """Whether the gradient has the images' memory layout; if not, ATen converts it first."""
     form = _last(images) if has_channels_last(images) else torch.contiguous_format
     return gradient.is_contiguous(memory_format=form)
 
@@ -373,7 +360,7 @@ def _last(tensor: Tensor) -> torch.memory_format:
 
 
 def _weight_gradient(tensor: Tensor, weight: Tensor, grad: Tensor, converted: int) -> int:
-    """The weight's gradient is computed in parts, in fp32, that are summed up at the end.
+    """The weight's gradient is computed in parts, in fp32, which are summed at the end.
 
     A plain matrix product makes one part per sample, unless converting the images takes less.
     """
@@ -392,10 +379,10 @@ def _converted(
     *,
     pad: bool = False,
 ) -> int:
-    """Bytes that cuDNN converts to channels last, which its kernels want, in its workspace.
+    """Workspace bytes for conversion to channels last, the layout that cuDNN's kernels need.
 
-    Its kernels for fp16 and bf16, and those that compute weight gradients, want channels in groups
-    of 16 bytes, too: `pad`.
+    The kernels for fp16 and bf16, and those that compute weight gradients, also need channels
+    padded to groups of 16 bytes: `pad`.
     """
     if not is_converted(tensor, weight, stride, groups):
         return 0
@@ -436,7 +423,7 @@ def _batch_norm_backward(rules: CudaKernels, args: Arguments, out: Any) -> list[
 
 
 def _sums_in_parts(images: Tensor, numbers: int) -> list[int]:
-    """With channels last, so many numbers of each channel are summed up by groups of pixels."""
+    """Channels-last sums: so many `numbers` per channel are summed by groups of pixels."""
     channels = images.shape[1]
     pixels = images.numel() // channels
     across = min(_floor_power(channels), 32)
@@ -444,13 +431,13 @@ def _sums_in_parts(images: Tensor, numbers: int) -> list[int]:
     if across * down != 512:
         across = min(_floor_power(channels), 512 // down)
     groups = min(_up(pixels, 16 * down), 128)
-    if groups < 8:  # then one group has them all
+    if groups < 8:  # then one group covers all pixels
         return []
     return [numbers * channels * groups * 4, _up(channels, across) * 4]
 
 
 def _floor_power(number: int) -> int:
-    """The largest power of two that is not larger."""
+    """The largest power of two up to `number`."""
     return 1 << (number.bit_length() - 1)
 
 

@@ -1,8 +1,9 @@
-"""The scratch memory of CUDA reductions (sum, mean, norm …), from the launch ATen would choose.
+"""The scratch memory of CUDA reductions (sum, mean, norm …), from ATen's launch configuration.
 
-When few outputs are each reduced from many inputs, the work is split over blocks that meet in a
-buffer in global memory. That buffer can be larger than the tensor it reduces: the bias gradient of
-one wide linear layer takes 132 MiB on an H200. The rules are those of ATen's `Reduce.cuh`.
+If few outputs are each reduced from many inputs, the work is split over blocks that combine their
+results in a buffer in global memory. That buffer can be larger than the reduced tensor: the bias
+gradient of one wide linear layer takes 132 MiB on an H200. The rules are those of ATen's
+`Reduce.cuh`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def reduction_scratch(
 
 
 def _coalesced(tensor: Tensor, dims: set[int]) -> list[tuple[int, int]]:
-    """(size, stride) of these dimensions, fastest first, neighbours in memory merged."""
+    """(size, stride) of these dimensions, fastest first, with adjacent dimensions merged."""
     pairs = sorted(
         ((tensor.shape[dim], tensor.stride(dim)) for dim in dims if tensor.shape[dim] != 1),
         key=lambda pair: pair[1],
@@ -95,7 +96,7 @@ def _coalesced(tensor: Tensor, dims: set[int]) -> list[tuple[int, int]]:
 def _output_vector(
     tensor: Tensor, reduced: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]
 ) -> int:
-    """How many outputs one load can serve: 4, 2 or 1, as size, strides and start allow."""
+    """How many outputs one load can serve: 4, 2 or 1, as size, strides and offset allow."""
     vector = _VECTOR
     strides = [stride for _, stride in (*reduced, *kept[1:])]
     for quantity in (tensor.storage_offset(), kept[0][0], *strides):
@@ -105,7 +106,7 @@ def _output_vector(
 
 
 def _power_below(value: int, most: int) -> int:
-    """The largest power of two that is at most `value`, or `most` where that is smaller."""
+    """The largest power of two up to `value`, or `most` if `value` is at least that."""
     return most if value >= most else 1 << max(value.bit_length() - 1, 0)
 
 

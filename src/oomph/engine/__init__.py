@@ -1,0 +1,1 @@
+"""The step that is rehearsed and run; applying and undoing plans; steps as transactions."""

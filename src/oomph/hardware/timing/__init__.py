@@ -1,0 +1,1 @@
+"""Timing: predicts how long an op takes on a GPU."""

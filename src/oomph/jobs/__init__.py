@@ -1,0 +1,1 @@
+"""Jobs: what they consist of, where they come from, and their repeated blocks."""

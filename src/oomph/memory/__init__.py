@@ -1,0 +1,1 @@
+"""Memory outside the GPU, on the host and on disk, and the copies to and from it."""

@@ -1,0 +1,1 @@
+"""What is done to a job, as plain data; needs no torch."""

@@ -1,0 +1,1 @@
+"""Changes to this process: signal handling, random state, functions replaced per thread."""

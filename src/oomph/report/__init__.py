@@ -1,0 +1,1 @@
+"""Render results for people: on a terminal, in a pipe, in a notebook."""

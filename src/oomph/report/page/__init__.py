@@ -1,0 +1,1 @@
+"""A report as one self-contained HTML file: no network, no server, no other file."""

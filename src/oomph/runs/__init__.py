@@ -1,0 +1,1 @@
+"""A job with a plan applied: steps, adapting, saving, resuming, evaluating, inference."""
