@@ -52,7 +52,6 @@ $(TORCH_VENV)/ready: pyproject.toml constraints.txt
 
 # Plans called exact, held against the untouched trainings of a zoo of models: hours, not minutes.
 exactness: $(VENV)/ready
-	@$(BIN)/pip install -q --disable-pip-version-check -e '.[zoo]' -c constraints.txt
 	@$(BIN)/python -m benchmarks.exactness
 
 # Small changes to the code, each of which a test should notice: hours, too.

@@ -25,7 +25,7 @@ WITH_REASON = {
     "files/reading.py": "it is what opens",
     "files/writing.py": "it is what makes",
     "cli/app.py": "/dev/null",
-    "explain/watching.py": "a logbook that is no file",
+    "explaining/watching.py": "a logbook that is no file",
     "hardware/measuring.py": "a private folder, and /proc",
     "memory/limits.py": "/proc and /sys",
     "memory/scratch_file.py": "a file with no name",

@@ -229,6 +229,8 @@ HUGE = [
     ("image_size", 10**9),
     ("whatever_it_is", 10**15),
     ("num_hidden_layers", -(10**9)),
+    ("vocab_size", 10**400),
+    ("num_hidden_layers", -(10**400)),
     ("vocab_size", float("inf")),
 ]
 

@@ -55,6 +55,7 @@ from oomph.torch_compat.compiler import UNCOMPILED, loaded_compiler
 from oomph.torch_compat.dispatch import disable_current_modes
 from oomph.torch_compat.fake_tensors import (
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     current_fake_mode,
 )
@@ -354,8 +355,11 @@ def fake_actors(job: Job) -> Actors:
         model = build_model(fake_job)
     else:
         with replaced_here(LazyModuleMixin, "__init__", _refuse_lazy):
-            model = build_model(job)
-        refuse_scripted(model)
+            made = job.model()
+        if isinstance(made, nn.Module):
+            refuse_scripted(made)
+            made = _own_copy(made, mode)
+        model = build_model(Job(**{**vars(job), "model": lambda: made}))
     return Actors(model=model, batch=_fake_batch(job), optimizer=optimizer, job=job)
 
 
@@ -376,6 +380,16 @@ def _copied(
             with contextlib.suppress(TypeError):  # a lock, an open file: steps work without
                 setattr(copied, name, copy.deepcopy(value, memo))
     return model, copied
+
+
+def _own_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """The model a function returned, or a copy of it if the function did not make all of it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    made_here = {id(one): one for one in tensors if isinstance(one, FakeTensor)}
+    if len(made_here) == len(tensors):
+        return model
+    with HostCopyMode(mode):
+        return copy.deepcopy(model, {**copied_generators(model), **made_here})
 
 
 def _know_buffers(real: nn.Module, fake: nn.Module, recorder: Recorder) -> None:

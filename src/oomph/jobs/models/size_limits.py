@@ -62,11 +62,17 @@ def check_sizes(values: Mapping[str, Any], source: object) -> None:
                 continue
             most = _MOST
         if abs(value) > most:
-            shown = f"{value:,}" if abs(value) < 10**15 else f"{float(min(value, 10**300)):.3g}"
             raise BadInput(
-                f"{source}: {where} is {shown}, above the limit of {most:,}: no model has as many,"
-                " and building them would not end"
+                f"{source}: {where} is {_shown(value)}, above the limit of {most:,}: no model has"
+                " as many, and building them would not end"
             )
+
+
+def _shown(value: float) -> str:
+    """The number in a few digits; a whole number may be too large for a float."""
+    if abs(value) < 10**15:
+        return f"{value:,}"
+    return f"{float(max(-(10**300), min(value, 10**300))):.3g}"
 
 
 @functools.cache
