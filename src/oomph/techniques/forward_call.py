@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import NotRepeatable
+from oomph.process.random_state import get_random_state, set_random_state
 from oomph.techniques.python_state import PythonState
 from oomph.techniques.same_again import SameAgain
 from oomph.techniques.surroundings import Surroundings
@@ -193,6 +194,8 @@ class ForwardCall:
         self._unsaved: dict[int, _Before] = {}
         #: The tensors that `run` uses in their place.
         self._renewed: dict[int, Tensor] = {}
+        #: The arguments of the running second run.
+        self._saved: tuple[Any, ...] = ()
 
     def reads(self, weight: Tensor) -> bool:
         """Whether the forward reads this weight, its own or another module's."""
@@ -215,6 +218,7 @@ class ForwardCall:
             watching, self._watching = self._watching, None
             with watching or contextlib.nullcontext():
                 return self._block.forward(*args, **kwargs)
+        self._saved = leaves
         given = [self._renewed.get(at, leaf) for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(given, self._spec)
         return self._block.forward(*args, **kwargs)
@@ -271,6 +275,29 @@ class ForwardCall:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """While active, all state is restored to the start of the first run."""
+        if self._same is None:
+            with self._as_before():
+                yield
+            return
+        random_state = get_random_state(_device())
+        try:
+            with self._as_before():
+                yield
+        finally:
+            leaves, self._saved = self._saved, ()
+            if self._same.difference:
+                set_random_state(random_state, _device())
+                self._run_to_the_end(leaves)
+
+    def _run_to_the_end(self, leaves: tuple[Any, ...]) -> None:
+        """Run the forward once more for the comparison, saving nothing for backward."""
+        assert self._same is not None
+        with self._as_before(), self._same.to_the_end():
+            self.run(*leaves)
+        self._saved = ()
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
         if self._tell is not None:
             self._tell()
         self._check_unchanged()
@@ -367,6 +394,11 @@ class _Before:
 
 def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _device() -> torch.device:
+    has_cuda = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
+    return torch.device("cuda" if has_cuda else "cpu")
 
 
 def _is_captured() -> bool:
