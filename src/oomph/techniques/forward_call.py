@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,6 +53,13 @@ def is_awaited(weight: Tensor) -> bool:
     return any(call.reads(weight) for call in list(_waiting))
 
 
+def untried_blocks(weights: Collection[Tensor]) -> list[Repeated]:
+    """The blocks that read one of these weights, and will run again for the first time."""
+    calls = [call for call in list(_waiting) if not call.block.ran_again]
+    found = [call.block for call in calls if any(call.reads(weight) for weight in weights)]
+    return list(dict.fromkeys(found))
+
+
 def note_read(weight: Tensor) -> None:
     """Tell the calls in their first run of a weight read that they cannot see themselves."""
     for call in getattr(_running, "calls", ()):
@@ -76,6 +83,8 @@ class Repeated:
     def __init__(self, block: nn.Module, forward: Callable[..., Any], name: str) -> None:
         self.block, self.forward, self.name = block, forward, name
         self.calls = 0
+        #: Whether a backward ran it again and came to its end.
+        self.ran_again = False
         #: Whether it has written to anything so far.
         self.writes = False
         #: The indices of the arguments that it wrote to.
@@ -146,7 +155,7 @@ class ForwardCall:
     def __init__(
         self, block: Repeated, args: Any, kwargs: Any, watching: AbstractContextManager[Any] | None
     ) -> None:
-        self._block = block
+        self.block = block
         self._call: Any = (args, kwargs)
         #: Called before the second run: autograd may not see any of the arguments.
         self._tell: Callable[[], None] | None = getattr(_running, "tell", None)
@@ -217,11 +226,11 @@ class ForwardCall:
             (args, kwargs), self._call = self._call, None
             watching, self._watching = self._watching, None
             with watching or contextlib.nullcontext():
-                return self._block.forward(*args, **kwargs)
+                return self.block.forward(*args, **kwargs)
         self._saved = leaves
         given = [self._renewed.get(at, leaf) for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(given, self._spec)
-        return self._block.forward(*args, **kwargs)
+        return self.block.forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -244,7 +253,7 @@ class ForwardCall:
 
     def _ended(self) -> None:
         """Record what was written to; drop arguments that autograd saved or that were copied."""
-        block, writes = self._block, self._writes
+        block, writes = self.block, self._writes
         if writes is not None:
             block.learn(writes)
             self._drawn = list(writes.generators.values())
@@ -344,11 +353,11 @@ class ForwardCall:
     def _check_unchanged(self) -> None:
         """Raise if a tensor was written to since: the second run would read other values."""
         if lost := [*self._state.lost(), *self._given.lost()]:
-            raise self._block.error(f"its forward advances an iterator ({lost[0]})")
+            raise self.block.error(f"its forward advances an iterator ({lost[0]})")
         held = (one for one in self._held.values() if one.storage not in self._kept)
         for one in (*held, *self._foreign, *self._unsaved.values()):
             if one.was_written_since:
-                raise self._block.error("what its forward read was written to in the meantime")
+                raise self.block.error("what its forward read was written to in the meantime")
 
 
 class _Before:
