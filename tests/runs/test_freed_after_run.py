@@ -1,4 +1,4 @@
-"""Nothing of a model stays alive when its run is over, whatever its modules keep of their forwards."""
+"""Nothing of a model stays alive when its run is over, whatever its modules keep."""
 
 from __future__ import annotations
 
