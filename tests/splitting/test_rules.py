@@ -105,6 +105,11 @@ def each(out: Tensor) -> Tensor:
     return out.square().mean((1, 2))
 
 
+def few(batch: Batch) -> Tensor:
+    """A mask that selects nothing of some samples."""
+    return batch["mask"] & (batch["lengths"] > 2)[:, None]
+
+
 SPLIT: dict[str, Tail] = {
     "mean": lambda o, b, m: o.square().mean(),
     "sum": lambda o, b, m: o.square().sum(),
@@ -145,6 +150,17 @@ SPLIT: dict[str, Tail] = {
     "selected sum over its count": lambda o, b, m: o[b["mask"]].square().sum() / b["mask"].sum(),
     "selected error": lambda o, b, m: F.mse_loss(o[b["mask"]], b["y"][b["mask"]]),
     "selected classes": lambda o, b, m: F.cross_entropy(o[b["mask"]], b["ids"][b["mask"]] % WIDTH),
+    "selected sum over len": lambda o, b, m: o[b["mask"]].square().sum() / len(o[b["mask"]]),
+    "sum of few over their number": lambda o, b, m: (
+        o[few(b)].square().sum() / o[few(b)].shape[0] + o.square().mean()
+    ),
+    "selected kl batchmean": lambda o, b, m: F.kl_div(
+        o[b["mask"]].log_softmax(1), b["y"][b["mask"]].softmax(1), reduction="batchmean"
+    ),
+    "finite mean": lambda o, b, m: torch.nan_to_num(o.square().mean()),
+    "finite sum over a count": lambda o, b, m: torch.nan_to_num(
+        (o.square().sum(2) * b["mask"]).sum() / b["mask"].sum(), nan=0.0
+    ),
     "masked select": lambda o, b, m: o.sum(2).masked_select(b["mask"]).square().mean(),
     "where": lambda o, b, m: torch.where(b["mask"][..., None], o, b["y"]).square().mean(),
     "masked fill": lambda o, b, m: o.masked_fill(~b["mask"][..., None], 0).square().mean(),
@@ -319,6 +335,16 @@ SPLIT: dict[str, Tail] = {
 }
 
 WHOLE: dict[str, Tail] = {
+    "selected sum over another number": lambda o, b, m: (
+        o[b["mask"]].sum() / (len(o[b["mask"]]) + 1)
+    ),
+    "selected sum over what another mask selects": lambda o, b, m: (
+        o[b["mask"]].sum() / len(o[few(b)])
+    ),
+    "selected sum over the number's square": lambda o, b, m: (
+        o[b["mask"]].sum() / len(o[b["mask"]]) ** 2
+    ),
+    "finite root": lambda o, b, m: torch.nan_to_num(o.square().mean()).sqrt(),
     "samples one by one, put together": lambda o, b, m: torch.cat(list(o.unbind(0))).mean(),
     "root of a mean": lambda o, b, m: o.square().mean().sqrt(),
     "log of a sum": lambda o, b, m: o.exp().sum().log(),
@@ -610,3 +636,14 @@ def test_a_part_that_is_filled_with_what_others_bring_is_refused() -> None:
     assert_parts_give_the_whole(tail, split, 2, full)
     with pytest.raises(BadInput, match="masked_scatter"):
         assert_parts_give_the_whole(tail, split, 2, padded)
+
+
+def test_a_part_whose_loss_is_not_finite_is_refused_where_nan_to_num_would_hide_it() -> None:
+    def tail(out: Tensor, batch: Batch, model: Net) -> Tensor:
+        return torch.nan_to_num((out / batch["weight"][:, None, None]).sum())
+
+    split, batch = split_of(tail), make_batch()
+    assert_parts_give_the_whole(tail, split, 2, batch)
+    batch["weight"][3] = 0
+    with pytest.raises(BadInput, match="nan_to_num replaces the loss of a part"):
+        assert_parts_give_the_whole(tail, split, 2, batch)

@@ -64,6 +64,7 @@ _READS = {
 }
 _OOMPH = Path(__file__).parent.parent
 _DISTRIBUTIONS = Path(torch.distributions.__file__).parent
+_DIVIDES = ("div", "true_divide", "__truediv__")
 #: How often the analysis may restart to bring terms of a loss to one scale.
 _MOST_TERMS = 32
 #: How many tensors of a batch are tried, one after the other, as tensors without samples.
@@ -771,7 +772,30 @@ class _Analysis:
                 return dataclasses.replace(made_of, needs=made_of.needs | {call.need("total")})
             return mixed(f"nothing is known of {call.base} with samples{_where(step)}")
         except MixesSamples as error:
-            return mixed(f"{error}{_where(step)}")
+            return self._mean_of_picked(call) or mixed(f"{error}{_where(step)}")
+
+    def _mean_of_picked(self, call: Call) -> Flow | None:
+        """The flow of a sum over what a mask selects that is divided by how many that is."""
+        summed = call["self"]
+        if call.base != "div" or call["rounding_mode"] is not None or not isinstance(summed, Seen):
+            return None
+        flow, at = call.flow_of(summed), self._state.made_by.get(summed.place)
+        if flow.kind is not Kind.SUM or flow.power or at is None:
+            return None
+        step, other = self._first.trace.steps[at], self._second.trace.steps[at]
+        one, two = step.given.get("self"), other.given.get("self")
+        if schema_of(step.func).name != "aten::sum" or not isinstance(one, Seen):
+            return None
+        picked = self._state.flows[one.place]
+        # The second forward selects one entry fewer: another number would not follow.
+        counts = (call["other"], call.other.given.get("other"))
+        if picked.order[0] != "picked" or picked.dim != 0 or picked.power:
+            return None
+        if step.results[0] != summed or counts != (one.shape[0], two.shape[0]):
+            return None
+        number = call.need("mean")
+        self._needs[number] = "mean", picked.order[1]
+        return dataclasses.replace(flow, needs=flow.needs | {number}, power=1)
 
     def _need(self, at: int, kind: str, flows: Sequence[Flow]) -> int:
         masks = [flow.order[1] for flow in flows if flow.order[0] == "picked"]
@@ -833,6 +857,7 @@ class _Analysis:
         grown: dict[int, tuple[int, ...]] = {}
         rescaled: dict[int, int] = {}
         picked: dict[int, int] = {}
+        finite: set[int] = set()
         for at in sorted(needs):
             call = self._call_around(at)
             kind, mask = self._needs.get(at, ("rescale", None))
@@ -852,10 +877,15 @@ class _Analysis:
                 totals.add(number := self._number(call, at))
                 if places := self._in_proportion(call):
                     grown[number] = places
+            elif kind == "finite":
+                if call.name != "nan_to_num":
+                    raise _Keep(f"{call.name} replaces what is not finite in a sum over samples")
+                finite.add(self._number(call, at))
             elif kind == "mean":
                 masks = self._first.calls.masks
                 place, writes = mask
-                known = call.name in OPS["averaging_functions"] and place in masks
+                averages = call.name in OPS["averaging_functions"] or call.name in _DIVIDES
+                known = averages and place in masks
                 if writes or not known:
                     raise _Keep(f"{call.name} averages over what a mask selects")
                 which = masks.index(place)
@@ -876,6 +906,7 @@ class _Analysis:
             grown=grown,
             rescaled=rescaled,
             picked=picked,
+            finite=frozenset(finite),
             samples=self._first.trace.samples,
             sites=frozenset(self._first.calls.sites),
         )

@@ -34,6 +34,9 @@ class LossSplit:
     for terms of another power than the loss."""
     picked: Mapping[int, int] = field(default_factory=dict)
     """By index in `calls`: for a mean over what a mask selects, the index of that mask."""
+    finite: frozenset[int] = frozenset()
+    """By index in `calls`: those of `nan_to_num` that are given a sum over samples, which parts add
+    up to only if it is finite."""
     samples: int = field(default=0, compare=False)
     """The number of samples in the analysed batch."""
     others: frozenset[str] = field(default=frozenset(), compare=False)
@@ -43,5 +46,6 @@ class LossSplit:
 
     @property
     def counts(self) -> int:
-        """How many numbers of the whole batch a part needs."""
-        return self.means + len(self.totals) + len(self.picked) + len(self.rescaled)
+        """How many numbers of the whole batch a part needs, or checks of its own."""
+        replaced = len(self.totals) + len(self.picked) + len(self.rescaled)
+        return self.means + replaced + len(self.finite)

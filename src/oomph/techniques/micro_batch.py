@@ -340,7 +340,17 @@ class _Part(_MeansOverTargets):
                 self._masks.append(mask)
         if split is not None and name_of(func) in FILLS and not self._weigher.asks_the_job:
             self._check_filled(*args[:3])
+        if split is not None and split.finite and name_of(func) == "nan_to_num":
+            self._check_finite(args[0] if args else kwargs["input"])
         return super().call(func, args, kwargs)
+
+    def _check_finite(self, summed: Tensor) -> None:
+        """Refuse a part's loss that is not finite: in the whole batch, the loss would not be."""
+        if not summed.dim() and not self._weigher.asks_the_job and not bool(summed.isfinite()):
+            raise BadInput(
+                "nan_to_num replaces the loss of a part of the batch, which is not finite, where it"
+                f" would replace that of the whole batch; {ADVICE}"
+            )
 
     def _check_filled(self, filled: Tensor, mask: Tensor, source: Tensor) -> None:
         """Refuse a fill whose source has more or fewer elements than the part's mask selects: in

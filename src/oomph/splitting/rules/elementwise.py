@@ -98,6 +98,9 @@ def _with_sums(call: Call, given: Sequence[tuple[Seen, Flow]]) -> Flow:
     made = replace(joined(flows), kind=Kind.SUM)
     if base in OPS["linear"]:
         return replace(made, power=sums[-1].power)
+    if base == "nan_to_num" and not call.out.shape:
+        # It changes nothing as long as the sum is finite, which is checked for each part.
+        return replace(made, power=sums[0].power, needs=made.needs | {call.need("finite")})
     if call["rounding_mode"] is not None:
         raise MixesSamples("a sum over samples is divided without a remainder")
     if base in ("mul", "div") and len(sums) == 1 and (base == "mul" or flows[0] is sums[0]):
