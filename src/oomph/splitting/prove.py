@@ -784,7 +784,7 @@ class _Analysis:
             return None
         step, other = self._first.trace.steps[at], self._second.trace.steps[at]
         one, two = step.given.get("self"), other.given.get("self")
-        if schema_of(step.func).name != "aten::sum" or not isinstance(one, Seen):
+        if schema_of(step.func).name != "aten::sum" or not isinstance(one, Seen) or two is None:
             return None
         picked = self._state.flows[one.place]
         # The second forward selects one entry fewer: another number would not follow.
