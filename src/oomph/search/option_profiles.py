@@ -312,18 +312,7 @@ def profile_options(
     if base is None:
         raise CannotRehearse("there is nothing to hear")
     parts = count_parts(job, choices.micro_batch)
-    copies = None
-    if gpu is not None and choices.optimizer_in_backward:
-        # What the optimizer is about to step is copied to the host during forward and backward.
-        copies = _copies(base, parts, LinkRates.of(gpu), window=1.0, late=0.0)
-    if gpu is not None and choices.leaves:
-        copies = _copies(
-            base,
-            parts,
-            LinkRates.of(gpu),
-            window=1 - FORWARD_SHARE if _steps_in_backward(job, choices) else FORWARD_SHARE,
-            late=late_state(job, found, choices),
-        )
+    copies = None if gpu is None else _copies_of(job, gpu, found, choices, base, parts)
 
     def result(choices: Choices, launch: float) -> OptionProfiles:
         in_blocks = sum((one.cost.step_time(launch) for one in base.blocks), NONE)
@@ -352,6 +341,24 @@ def profile_options(
         more = GRADIENT_BYTES * found.trainable
         graphed = dataclasses.replace(graphed, chain=graphed.chain.raised(more))
     return dataclasses.replace(as_profiled, graphed=graphed)
+
+
+def _copies_of(
+    job: Job, gpu: GPU, found: Survey, choices: Choices, base: _Round, parts: int
+) -> Copies | None:
+    """What a step copies to and from the host; None if nothing leaves the GPU."""
+    if choices.leaves:
+        return _copies(
+            base,
+            parts,
+            LinkRates.of(gpu),
+            window=1 - FORWARD_SHARE if _steps_in_backward(job, choices) else FORWARD_SHARE,
+            late=late_state(job, found, choices),
+        )
+    if choices.optimizer_in_backward:
+        # What the optimizer is about to step is copied to the host during forward and backward.
+        return _copies(base, parts, LinkRates.of(gpu), window=1.0, late=0.0)
+    return None
 
 
 def late_state(job: Job, found: Survey, choices: Choices) -> float:
@@ -560,19 +567,8 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
                 cost=clocked.cost,
             )
         )
-    part, step = part_and_step(timeline)
     if marks:
-        saved, bytes_freed_early = (
-            sum(one.saved for one in profiles),
-            sum(one.bytes_freed_early for one in profiles),
-        )
-        # What is freed early is freed at once, between the loss and its backward.
-        before = min(freed_early, default=first_backward.event)
-        after = max(freed_early, default=first_backward.event)
-        loss = max(
-            alive.peak_between(last_end.event, before) - saved,
-            alive.peak_between(after + 1, first_backward.event) - saved + bytes_freed_early,
-        )
+        loss = _peak_of_loss(alive, marks, profiles, freed_early)
         over = end_of_backward(timeline, start) or done
         # What the first block saved outlives its backward for a moment.
         floor = max(
@@ -582,6 +578,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
         )
     else:
         loss = floor = alive.peak(start, done)
+    part, step = part_and_step(timeline)
     return _Round(
         blocks=tuple(profiles),
         loss=loss,
@@ -589,6 +586,28 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
         fixed_part=alive.at(starts[0]),
         part=part,
         step=step,
+    )
+
+
+def _peak_of_loss(
+    alive: Alive,
+    marks: Sequence[_BlockMarks],
+    profiles: Sequence[_OptionProfile],
+    freed_early: Iterable[int],
+) -> int:
+    """Peak between the last block's forward and its backward, without what blocks saved.
+
+    `freed_early` are the events at which what blocks made is freed before their backward.
+    """
+    end = max(block.end.event for block in marks)
+    begin = min(block.backward.event for block in marks)
+    saved = sum(one.saved for one in profiles)
+    bytes_freed_early = sum(one.bytes_freed_early for one in profiles)
+    # What is freed early is freed at once, between the loss and its backward.
+    before, after = min(freed_early, default=begin), max(freed_early, default=begin)
+    return max(
+        alive.peak_between(end, before) - saved,
+        alive.peak_between(after + 1, begin) - saved + bytes_freed_early,
     )
 
 

@@ -8,9 +8,9 @@ copies no tensor; those are found by the way.
 Of the classes of modules, and of objects that are called, it is what they hold themselves, and what
 their functions see. Where a forward calls other functions, classes and objects of the user's own
 program by a global name, as a helper that keeps tables, or a meter, those are looked at as well.
-Not looked at are other classes, what installed packages share among their functions, objects of
-PyTorch and of this package, and containers that are too large for a forward to go through each
-time.
+Not looked at are other classes, what installed packages share among their functions, the callbacks
+of their own that their objects hold, objects of PyTorch and of this package, and containers too
+large for a forward to go through each time.
 """
 
 from __future__ import annotations
@@ -225,20 +225,34 @@ class PythonState:
         if isinstance(value, nn.Module):
             self._visit_module(place, value, is_own=is_own)
         elif (stream := _stream_of(place, value)) is not None:
-            self._seen.add(id(value))
-            stream.is_shared = self._functions > 0
-            stream.is_near = not self._foreign
-            if not stream.is_near:
-                self._far_streams[id(value)] = stream
-            self._streams.append(stream)
+            self._keep_stream(stream)
         elif isinstance(value, (dict, list, set, deque)):
-            if len(value) <= MOST_ENTRIES:
-                self._hold(_Container(place, value))
-                entries = list(value.values() if isinstance(value, dict) else value)
-                for entry in entries:
-                    self._visit(f"{place}[]", entry, is_own=False)
-            if hasattr(value, "__dict__") and not _belongs_to_others(kind):
-                self._hold(_Attributes(place, value))
+            self._visit_container(place, value)
+        elif not self._visit_callable(place, value) and not (
+            isinstance(value, (type, types.ModuleType)) or _belongs_to_others(kind)
+        ):
+            self._visit_object(place, value)
+
+    def _keep_stream(self, stream: _Stream) -> None:
+        self._seen.add(id(stream.stream))
+        stream.is_shared = self._functions > 0
+        stream.is_near = not self._foreign
+        if not stream.is_near:
+            self._far_streams[id(stream.stream)] = stream
+        self._streams.append(stream)
+
+    def _visit_container(self, place: str, value: Any) -> None:
+        if len(value) <= MOST_ENTRIES:
+            self._hold(_Container(place, value))
+            for entry in list(value.values() if isinstance(value, dict) else value):
+                self._visit(f"{place}[]", entry, is_own=False)
+        if hasattr(value, "__dict__") and not _belongs_to_others(type(value)):
+            self._hold(_Attributes(place, value))
+
+    def _visit_callable(self, place: str, value: Any) -> bool:
+        """Look at a function or method, and at what it is bound to; False if it is neither."""
+        if isinstance(value, _OF_PYTHON) and self._foreign and not _is_users_own(value):
+            pass  # a callback of a package's, as a signal handler that a trainer is to put back
         elif isinstance(value, functools._lru_cache_wrapper):
             self._seen.add(id(value))
             self.caches.append(value)
@@ -252,8 +266,9 @@ class PythonState:
         elif isinstance(value, functools.partial):
             for inside in (value.func, value.args, value.keywords):
                 self._visit(place, inside, is_own=False)
-        elif not isinstance(value, (type, types.ModuleType)) and not _belongs_to_others(kind):
-            self._visit_object(place, value)
+        else:
+            return False
+        return True
 
     def _visit_module(self, place: str, module: nn.Module, *, is_own: bool) -> None:
         self._hold(_Attributes(place, module))
@@ -412,6 +427,7 @@ class PythonState:
         self._holders.append(holder)
 
 
+_OF_PYTHON = (types.FunctionType, types.MethodType)
 _CONTAINERS = (dict, list, set, deque, Counter, defaultdict)
 _IGNORED = frozenset({*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, range, slice})
 
