@@ -52,6 +52,26 @@ class Family:
                 yield from family.all_paths()
 
 
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules of one class that follow each other in a list, outermost lists first.
+
+    For a model of which nothing ran yet: whether they form a chain is not looked at.
+    """
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        children = list(module.children())
+        alike = len({type(child) for child in children}) == 1 and len(children) > 1
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike:
+            found.extend(children)
+            return
+        for child in children:
+            search(child)
+
+    search(model)
+    return found
+
+
 def families(model: nn.Module) -> list[Family]:
     """Every group of modules that could form a chain, outermost first."""
     return _families(model, "", set())

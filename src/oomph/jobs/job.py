@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import BadInput, CannotRehearse, UnknownName
+from oomph.jobs.blocks import repeated_blocks
 from oomph.jobs.preexisting_settings import uncompiled
 from oomph.plans.precisions import Precision
 from oomph.torch_compat.pytree import (
@@ -264,23 +265,6 @@ def checkpoint_blocks(model: nn.Module) -> None:
         block.forward = functools.partial(
             torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
         )
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class that follow each other in a list, outermost lists first."""
-    found: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        children = list(module.children())
-        alike = len({type(child) for child in children}) == 1 and len(children) > 1
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike:
-            found.extend(children)
-            return
-        for child in children:
-            search(child)
-
-    search(model)
-    return found
 
 
 def check_count(what: str, value: float, most: float = 1e9) -> int:

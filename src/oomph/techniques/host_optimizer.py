@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput, StepBroken
-from oomph.jobs.job import repeated_blocks
+from oomph.jobs.blocks import repeated_blocks
 from oomph.memory.limits import check_host_memory
 from oomph.memory.link import Copy, Link
 from oomph.memory.numbered_store import OpenStore
