@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from oomph.search.attempt import Attempt
 
 
+_PlanFile = Annotated[
+    str | None, typer.Option("--plan", metavar="FILE", help="A plan of `oomph plan --save FILE`.")
+]
+
+
 @with_groups
 def train(
     options: JobOptions,
     how: PlanOptions,
     budget: BudgetOption = None,
-    plan_file: Annotated[
-        str | None,
-        typer.Option("--plan", metavar="FILE", help="A plan of `oomph plan --save FILE`."),
-    ] = None,
+    plan_file: _PlanFile = None,
     steps: Annotated[int, typer.Option(min=1, help="The optimizer step to train up to.")] = 10,
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: cuda if there.")

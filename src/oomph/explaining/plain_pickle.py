@@ -195,12 +195,6 @@ class _Reader:
             elif op == 0x73:  # s SETITEM
                 value, key = stack.pop(), stack.pop()
                 self._set(stack[-1], [key, value])
-            elif op == 0x71:  # q BINPUT
-                self._put(buffer[at], stack[-1])
-                at += 1
-            elif op == 0x72:  # r LONG_BINPUT
-                self._put(_index(buffer, at)[0], stack[-1])
-                at += 4
             elif op == 0x2E:  # . STOP
                 return stack.pop()
             else:
@@ -222,6 +216,12 @@ class _Reader:
         if op == 0x47:  # G BINFLOAT
             stack.append(struct.unpack_from(">d", buffer, at)[0])
             return buffer, at + 8
+        if op == 0x71:  # q BINPUT
+            self._put(buffer[at], stack[-1])
+            return buffer, at + 1
+        if op == 0x72:  # r LONG_BINPUT
+            self._put(_index(buffer, at)[0], stack[-1])
+            return buffer, at + 4
         if op in _SKIPPED:
             return buffer, at + _SKIPPED[op]
         if op in _CONSTANTS:
