@@ -31,12 +31,13 @@ from torch import Tensor, nn
 
 from oomph.errors import BadInput
 from oomph.memory.link import InstantLink, Link
-from oomph.techniques import host_step
+from oomph.techniques import host_optimizer, host_step
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.optimizer_twin import OptimizerTwin
+from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import make_buckets
 from oomph.techniques.watched_tensors import own_work
 
@@ -677,3 +678,55 @@ def test_the_hosts_kernels_step_every_element(
     OptimizerTwin(other, on_host=True).step(other.param_groups[0], [weights[1]], [{}])
     moved = [(weight.detach() - start).float() for weight in weights]
     torch.testing.assert_close(moved[1], moved[0], rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("name", ["plain", "in parts", "masters", "scheduled", "momentum"])
+def test_the_first_backward_of_recomputed_blocks_steps_at_its_end(
+    name: str, link: str, share: float
+) -> None:
+    training = Training(recipe=RECIPES[name])
+    for block in training.model.blocks:
+        recompute(block)
+    host = training.go_to_host(LINKS[link](), host_share=share)
+    stepped: list[bool] = []
+    training.model.embed.weight.register_post_accumulate_grad_hook(
+        lambda _: stepped.append(host.has_stepped)
+    )
+    training.run(STEPS)
+    parts = RECIPES[name].parts
+    assert not any(stepped[:parts]) and (share or stepped[-1])
+    if share:
+        nearly(training, plainly(name), tolerance=1e-3 if training.masters else 1e-6)
+    else:
+        same_bits(training, plainly(name))
+
+
+def test_it_steps_inside_the_first_backward_where_the_host_has_no_room_for_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_optimizer, "MOST_OF_HOST", 0.0)
+    training = Training(recipe=RECIPES["plain"])
+    for block in training.model.blocks:
+        recompute(block)
+    host = training.go_to_host(DeferredLink())
+    fail_once(training.model)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        training.step(0)
+    assert host.dirty
+    host.undo()
+
+
+def test_gradients_that_waited_give_their_host_memory_back() -> None:
+    taken = []
+    for recomputes in (False, True):
+        link = CountingLink(eager=1.0)
+        training = Training(recipe=RECIPES["plain"])
+        for block in training.model.blocks if recomputes else ():
+            recompute(block)
+        host = training.go_to_host(link)
+        training.run(2)
+        taken.append(sum(link.live.values()))
+        host.undo()
+    assert taken[0] == taken[1] > 0

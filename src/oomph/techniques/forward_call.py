@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import NotRepeatable
+from oomph.process.random_state import get_random_state, set_random_state
 from oomph.techniques.python_state import PythonState
 from oomph.techniques.same_again import SameAgain
 from oomph.techniques.surroundings import Surroundings
@@ -52,6 +53,13 @@ def is_awaited(weight: Tensor) -> bool:
     return any(call.reads(weight) for call in list(_waiting))
 
 
+def untried_blocks(weights: Collection[Tensor]) -> list[Repeated]:
+    """The blocks that read one of these weights, and will run again for the first time."""
+    calls = [call for call in list(_waiting) if not call.block.ran_again]
+    found = [call.block for call in calls if any(call.reads(weight) for weight in weights)]
+    return list(dict.fromkeys(found))
+
+
 def note_read(weight: Tensor) -> None:
     """Tell the calls in their first run of a weight read that they cannot see themselves."""
     for call in getattr(_running, "calls", ()):
@@ -75,6 +83,8 @@ class Repeated:
     def __init__(self, block: nn.Module, forward: Callable[..., Any], name: str) -> None:
         self.block, self.forward, self.name = block, forward, name
         self.calls = 0
+        #: Whether a backward ran it again and came to its end.
+        self.ran_again = False
         #: Whether it has written to anything so far.
         self.writes = False
         #: The indices of the arguments that it wrote to.
@@ -145,7 +155,7 @@ class ForwardCall:
     def __init__(
         self, block: Repeated, args: Any, kwargs: Any, watching: AbstractContextManager[Any] | None
     ) -> None:
-        self._block = block
+        self.block = block
         self._call: Any = (args, kwargs)
         #: Called before the second run: autograd may not see any of the arguments.
         self._tell: Callable[[], None] | None = getattr(_running, "tell", None)
@@ -193,6 +203,8 @@ class ForwardCall:
         self._unsaved: dict[int, _Before] = {}
         #: The tensors that `run` uses in their place.
         self._renewed: dict[int, Tensor] = {}
+        #: The arguments of the running second run.
+        self._saved: tuple[Any, ...] = ()
 
     def reads(self, weight: Tensor) -> bool:
         """Whether the forward reads this weight, its own or another module's."""
@@ -214,10 +226,11 @@ class ForwardCall:
             (args, kwargs), self._call = self._call, None
             watching, self._watching = self._watching, None
             with watching or contextlib.nullcontext():
-                return self._block.forward(*args, **kwargs)
+                return self.block.forward(*args, **kwargs)
+        self._saved = leaves
         given = [self._renewed.get(at, leaf) for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(given, self._spec)
-        return self._block.forward(*args, **kwargs)
+        return self.block.forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -240,7 +253,7 @@ class ForwardCall:
 
     def _ended(self) -> None:
         """Record what was written to; drop arguments that autograd saved or that were copied."""
-        block, writes = self._block, self._writes
+        block, writes = self.block, self._writes
         if writes is not None:
             block.learn(writes)
             self._drawn = list(writes.generators.values())
@@ -271,6 +284,29 @@ class ForwardCall:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """While active, all state is restored to the start of the first run."""
+        if self._same is None:
+            with self._as_before():
+                yield
+            return
+        random_state = get_random_state(_device())
+        try:
+            with self._as_before():
+                yield
+        finally:
+            leaves, self._saved = self._saved, ()
+            if self._same.difference:
+                set_random_state(random_state, _device())
+                self._run_to_the_end(leaves)
+
+    def _run_to_the_end(self, leaves: tuple[Any, ...]) -> None:
+        """Run the forward once more for the comparison, saving nothing for backward."""
+        assert self._same is not None
+        with self._as_before(), self._same.to_the_end():
+            self.run(*leaves)
+        self._saved = ()
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
         if self._tell is not None:
             self._tell()
         self._check_unchanged()
@@ -317,11 +353,11 @@ class ForwardCall:
     def _check_unchanged(self) -> None:
         """Raise if a tensor was written to since: the second run would read other values."""
         if lost := [*self._state.lost(), *self._given.lost()]:
-            raise self._block.error(f"its forward advances an iterator ({lost[0]})")
+            raise self.block.error(f"its forward advances an iterator ({lost[0]})")
         held = (one for one in self._held.values() if one.storage not in self._kept)
         for one in (*held, *self._foreign, *self._unsaved.values()):
             if one.was_written_since:
-                raise self._block.error("what its forward read was written to in the meantime")
+                raise self.block.error("what its forward read was written to in the meantime")
 
 
 class _Before:
@@ -367,6 +403,11 @@ class _Before:
 
 def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _device() -> torch.device:
+    has_cuda = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
+    return torch.device("cuda" if has_cuda else "cpu")
 
 
 def _is_captured() -> bool:

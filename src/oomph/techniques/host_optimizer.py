@@ -14,7 +14,9 @@ When a parameter is stepped depends on the job. Without clipping and without a G
 is stepped inside backward, as soon as its gradients are complete. With either, all gradients must
 be known first: then `step` only begins the step, and each part of the model waits for its own
 parameters when the next forward reaches it. In the meantime, gradients that do not fit on the GPU
-are offloaded to the host or to the disk (`gradients_to_disk`).
+are offloaded to the host or to the disk (`gradients_to_disk`). A backward that runs a recomputed
+block again for the first time steps at its end, too: if the block does something else, the step can
+be rolled back.
 
 How to call it, in each step:
 
@@ -56,7 +58,7 @@ from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput, StepBroken
 from oomph.jobs.blocks import repeated_blocks
-from oomph.memory.limits import check_host_memory
+from oomph.memory.limits import check_host_memory, host_limits
 from oomph.memory.link import Copy, Link
 from oomph.memory.numbered_store import OpenStore
 from oomph.process.interrupts import interrupts
@@ -64,7 +66,7 @@ from oomph.techniques.begun_step import BegunStep, WatchedState
 from oomph.techniques.disk_gradients import DiskGradients, open_disk_gradients
 from oomph.techniques.disk_state import DiskState, choose_for_disk, open_disk_state
 from oomph.techniques.first_use import FirstUse
-from oomph.techniques.forward_call import is_awaited
+from oomph.techniques.forward_call import Repeated, is_awaited, untried_blocks
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
 from oomph.techniques.host_masters import HostMasters
 from oomph.techniques.host_state import HostState
@@ -95,12 +97,15 @@ from oomph.techniques.streamed_weights import (
 )
 from oomph.techniques.watched_tensors import aliases, own_work
 from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
+from oomph.torch_compat.fake_tensors import FakeTensor
 from oomph.torch_compat.grad_scaler import scale_of, states_of
 from oomph.torch_compat.optimizers import foreach_unscale_, mark_stepped
 
 #: State of parameters with at most this share of all elements stays on the GPU. Most parameters are
 #: biases and norms, and copying such small tensors costs the host more than the memory is worth.
 LITTLE = 1e-4
+#: The share of free host memory that gradients may take which wait for the end of a backward.
+MOST_OF_HOST = 0.5
 #: Buckets that backward completes for each one fetched early, as weights use the same link.
 EARLY_PACE = 3
 
@@ -213,6 +218,10 @@ class HostOptimizer:
         self._steps, self._looks = 0, False
         #: Complete buckets with a weight that backward still reads.
         self._held: list[Bucket] = []
+        #: Blocks that this backward runs again for the first time: it steps only at its end then.
+        self._untried: list[Repeated] = []
+        #: Complete buckets that wait for the end of this backward.
+        self._waiting: list[Bucket] = []
         #: For gradient hooks: each device has its own backward thread.
         self._lock = threading.Lock()
         #: For continuing a begun step: any thread that uses a weight does so.
@@ -550,7 +559,7 @@ class HostOptimizer:
         self._stepped_inside = False
         #: By bucket: the parameters whose gradients are not complete.
         self._missing: dict[Bucket, set[Trained]] = {}
-        self._held = []
+        self._held, self._waiting = [], []
         self._upcoming: list[Bucket] = []
 
     def _begin_backward(self, last: bool) -> None:
@@ -571,6 +580,7 @@ class HostOptimizer:
         if last:
             if not self.defers:
                 self._freeze_groups()
+                self._untried = self._find_untried()
             self._missing = {b: set(b.parameters) for b in self._order.buckets}
             self._upcoming = list(self._order.streamed)
             following = self._upcoming if self.defers else reversed(self._upcoming)
@@ -614,10 +624,16 @@ class HostOptimizer:
                 if gradient is not None:
                     self._take(trained, gradient)
             if not self.defers:
-                rest, self._missing = [*self._held, *self._missing], {}
+                for block in self._untried:
+                    block.ran_again = True
+                waiting, self._waiting = self._waiting, []
+                rest, self._missing = [*waiting, *self._held, *self._missing], {}
                 self._held = []
                 for bucket in rest:
                     self._step_inside([bucket])
+                if self._untried:
+                    self._gradients.free_all_but(self._order.leaving)
+                    self._untried = []
 
     def _take(self, trained: Trained, gradient: Tensor) -> None:
         """Handle a complete gradient: keep or offload it, and step the buckets it completes."""
@@ -626,7 +642,7 @@ class HostOptimizer:
             self._unscale(gradient)
         self._complete[trained] = gradient_norm(gradient) if self._clip_norm is not None else None
         leaves = trained in self._order.leaving
-        if leaves and (self.defers or trained in self._order.host_stepped):
+        if self._untried or (leaves and (self.defers or trained in self._order.host_stepped)):
             dtype = trained.leaf.dtype if self._wires_leaf_dtype else gradient.dtype
             self._gradients.send(trained, gradient, dtype)
         else:
@@ -653,6 +669,8 @@ class HostOptimizer:
 
     def _prefetch_inside(self) -> None:
         """Fetch the buckets that backward will complete next, in reverse forward order."""
+        if self._untried:
+            return
         while self._upcoming and self._upcoming[-1] not in self._missing:
             self._upcoming.pop()
         for bucket in self._upcoming[-self._placement.ahead :]:
@@ -666,7 +684,10 @@ class HostOptimizer:
         if read:
             self._held = [bucket for bucket in due if not read.isdisjoint(bucket.parameters)]
             due = [bucket for bucket in due if read.isdisjoint(bucket.parameters)]
-        self._step_inside(due)
+        if self._untried:
+            self._waiting += due
+        else:
+            self._step_inside(due)
         stepped = (piece.trained for bucket in due for piece in bucket.pieces if piece.is_last)
         self._later.stepped(trained.leaf for trained in stepped if trained.away is None)
 
@@ -684,6 +705,8 @@ class HostOptimizer:
             if bucket in self._order.streamed_set:
                 for following in buckets[at : at + 1 + self._placement.ahead]:
                     self._streamed.fetch(following)
+                if self._untried:
+                    self._streamed.fetch_gradients(bucket, self._gradients)
                 self._stepped_inside = True
                 self._streamed.step(bucket, self._kept, self._groups, None)
                 self._used(bucket, self._kept)
@@ -793,7 +816,24 @@ class HostOptimizer:
             return True
 
     def _is_to_step(self, trained: Trained) -> bool:
-        return self.defers or any(b in self._missing for b in self._order.buckets_of[trained])
+        if self.defers:
+            return True
+        own = self._order.buckets_of[trained]
+        return any(bucket in self._missing or bucket in self._waiting for bucket in own)
+
+    def _find_untried(self) -> list[Repeated]:
+        """Blocks that were not run again yet, if the host has room for all gradients meanwhile.
+
+        One that cannot be recomputed ends its step, which can be rolled back as long as nothing was
+        stepped.
+        """
+        leaves = list(self._by_leaf)
+        if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return []  # waiting takes more memory on the host only
+        found = untried_blocks(leaves)
+        others = [trained for trained in self._trained if trained not in self._order.leaving]
+        needed = sum(trained.owned.nbytes for trained in others) if found else 0
+        return found if needed <= MOST_OF_HOST * host_limits().memory else []
 
     def _complete_step(self) -> None:
         if self._next is None:

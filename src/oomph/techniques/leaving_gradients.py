@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import OomphError
-from oomph.memory.link import Copies, Copy, Link
+from oomph.memory.link import Copies, Copy, HostWork, Link
 from oomph.techniques.disk_gradients import DiskGradients
 from oomph.techniques.host_tensors import gpu_like, host_tensor
 from oomph.techniques.step_buckets import Piece, Trained, whole
@@ -41,6 +41,9 @@ class LeavingGradients:
         self._filled: dict[Trained, tuple[torch.dtype, Copy]] = {}
         self._leaving: deque[tuple[Copy, int]] = deque()
         self._coming: dict[Trained, tuple[Tensor, Copy]] = {}
+        #: The last copy to the GPU, which implies all earlier ones.
+        self._last_brought: Copy | None = None
+        self._freeing: HostWork | None = None
         #: The order in which the last backward made gradients, and this one's so far (`_made`).
         self._order: list[Trained] = []
         self._places: dict[Trained, int] = {}
@@ -56,6 +59,8 @@ class LeavingGradients:
 
     def begin_backward(self) -> None:
         """Begin another backward: the last one's order of gradients becomes the expected one."""
+        if self._freeing is not None and self._freeing.is_done():
+            self._freeing = self._last_brought = None
         if self._made:
             self._order, self._made = list(self._made), {}
             self._places = {trained: at for at, trained in enumerate(self._order)}
@@ -110,6 +115,7 @@ class LeavingGradients:
                 pairs.append((piece.of(slot), room))
                 after.append(copy)
         in_memory = [self._link.to_gpu_all(pairs, after)] if pairs else []
+        self._last_brought = in_memory[0] if in_memory else self._last_brought
         return Copies([*in_memory, *from_disk])
 
     def used(self, trained: Trained) -> None:
@@ -130,9 +136,20 @@ class LeavingGradients:
         self._filled = {trained: own for trained, own in self._filled.items() if trained in but}
         self._made.clear()
 
+    def free_all_but(self, leaving: Collection[Trained]) -> None:
+        """Release host memory of gradients that are not among those that leave in each step."""
+        spare = [slot for trained, slot in self._slots.items() if trained not in leaving]
+        self._slots = {trained: own for trained, own in self._slots.items() if trained in leaving}
+        # They may still be on their way to the GPU, for which the host does not wait here.
+        after = [self._last_brought] if self._last_brought is not None else []
+        self._freeing = self._link.host_work(spare.clear, 0, after)
+
     def close(self) -> None:
         """Drop all gradients and release host memory and disk space."""
         self.forget()
+        if self._freeing is not None:
+            self._freeing.finish()
+            self._freeing = None
         self._slots.clear()
         if self.disk is not None:
             self.disk.close()

@@ -2,18 +2,26 @@
 
 State that a forward reads from elsewhere, such as a global variable or a file, cannot be restored.
 If that changes what the forward computes, the second run is stopped before its results are used.
+
+A second run may leave out ops of the first, such as those that filled a table which is there by
+then. PyTorch stops a second run early, after which nothing shows whether an op that was left out
+had changed what backward takes. So the forward runs once more then, to its end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from oomph.techniques.watched_tensors import is_own_work
+from oomph.torch_compat.autograd import top_saved_tensors_hooks
 from oomph.torch_compat.dispatch import TorchDispatchMode, disable_current_modes
 from oomph.torch_compat.function_modes import DisableTorchFunction
 from oomph.torch_compat.operators import schema_of
@@ -27,32 +35,111 @@ _HALF_TOLERANCE = 1e-2
 _EMPTY = ("empty", "resize", "_unsafe_masked")
 
 
+#: An op, and the sums of its result.
+_Op = tuple[Any, tuple[float, float] | None]
+
+
 class SameAgain:
     """Compares the second run of a forward, and each later one, with the first."""
 
     def __init__(self, error: Callable[[str], Exception]) -> None:
         self._error = error
-        self._ops: list[tuple[Any, tuple[float, float] | None]] = []
+        self._first: list[_Op] = []
+        self._again: list[_Op] = []
+        #: For each tensor that the first run and the last saved for backward: the ops before.
+        self._saved_after: list[int] = []
+        self._again_after: list[int] = []
         self._has_run = False
+        #: What the last run did otherwise than the first, which `to_the_end` looks into.
+        self.difference = ""
 
-    def run(self) -> TorchDispatchMode:
-        """The mode in which to run the forward."""
+    def run(self) -> AbstractContextManager[Any]:
+        """The context in which to run the forward."""
         if not self._has_run:
             self._has_run = True
-            return _EachOp(self._first)
-        left = iter(self._ops)
+
+            def note(func: Any, out: Any) -> None:
+                self._first.append((func, _sums_of(out)))
+
+            return self._watching(note, lambda: self._saved_after.append(len(self._first)))
+        self._again, self._again_after, self.difference = [], [], ""
 
         def compare(func: Any, out: Any) -> None:
-            then, sums = next(left, (None, None))
-            if then is not func:
-                raise self._error(f"it runs {func} where it ran {then or 'nothing'} before")
-            if sums is not None and not _is_near(sums, _sums_of(out), _first_tensor(out)):
-                raise self._error(f"{func} gives other numbers when it runs again")
+            expected = self._expected
+            self._again.append((func, _sums_of(out)))
+            if self.difference or _is_same(expected, self._again[-1], out):
+                return
+            self.difference = f"it runs {func} where it ran {expected[0]} before"
+            if func is expected[0]:
+                self.difference = f"{func} gives other numbers when it runs again"
 
-        return _EachOp(compare)
+        def compare_place() -> None:
+            at = len(self._again_after)
+            self._again_after.append(len(self._again))
+            if self.difference or self._saved_after[at : at + 1] == self._again_after[-1:]:
+                return
+            self.difference = f"it does not run {self._expected[0]}, which it ran before"
 
-    def _first(self, func: Any, out: Any) -> None:
-        self._ops.append((func, _sums_of(out)))
+        return self._watching(compare, compare_place)
+
+    @property
+    def _expected(self) -> _Op:
+        at = len(self._again)
+        return self._first[at] if at < len(self._first) else ("nothing", None)
+
+    def to_the_end(self) -> AbstractContextManager[Any]:
+        """The context in which to run the forward once more, to its end; backward gets nothing.
+
+        It must do what the last run did, and may only leave out ops of the first.
+        """
+        count = saved = place = 0
+
+        def compare(func: Any, out: Any) -> None:
+            nonlocal count, place
+            op = func, _sums_of(out)
+            if count < len(self._again) and not _is_same(self._again[count], op, out):
+                raise self._error(self.difference)
+            count += 1
+            rest = range(place, len(self._first))
+            found = next((at for at in rest if _is_same(self._first[at], op, out)), None)
+            if found is None:
+                raise self._error(self.difference)
+            place = found + 1
+
+        def compare_place() -> None:
+            nonlocal saved
+            if self._again_after[saved : saved + 1] not in ([], [count]):
+                raise self._error(self.difference)
+            saved += 1
+
+        return self._watching(compare, compare_place, (_forget, _forget))
+
+    @contextlib.contextmanager
+    def _watching(
+        self,
+        see: Callable[[Any, Any], None],
+        see_saved: Callable[[], None],
+        hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None = None,
+    ) -> Iterator[None]:
+        """Pass each op to `see`, and call `see_saved` before autograd saves a tensor."""
+        pack, unpack = hooks or top_saved_tensors_hooks(False)
+
+        def pack_seen(tensor: Tensor) -> Any:
+            see_saved()
+            return pack(tensor)
+
+        with _EachOp(see), saved_tensors_hooks(pack_seen, unpack):
+            yield
+
+
+def _forget(_: Any) -> None:
+    """For tensors that are saved for a backward that never comes."""
+
+
+def _is_same(before: _Op, now: _Op, out: Any) -> bool:
+    if before[0] is not now[0]:
+        return False
+    return before[1] is None or _is_near(before[1], now[1], _first_tensor(out))
 
 
 class _EachOp(TorchDispatchMode):
