@@ -26,7 +26,8 @@ from oomph.plans.choices import Choices, Outside
 from oomph.techniques import disk_state
 from oomph.techniques import disk_weights as cold_weights
 from oomph.techniques.disk_weights import OnDisk
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.placing import PlacedWeights
 from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import cuts_of

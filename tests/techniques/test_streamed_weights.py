@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from oomph.errors import BadInput
 from oomph.memory.link import Copy, HostWork, InstantLink, Link
 from oomph.techniques.compiled_blocks import compile_block
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights

@@ -41,7 +41,8 @@ from oomph.techniques.drop_paths import drop_paths, rate_as_tensor
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.generation_cache import caching_modules, without_cache
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.offload_activations import ActivationOffload
