@@ -96,9 +96,9 @@ from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import (
     StreamedWeights,
     is_compiled,
-    note_stepped_on_host,
 )
 from oomph.techniques.watched_tensors import aliases, own_work
+from oomph.techniques.weight_owners import note_stepped_on_host
 from oomph.torch_compat.fake_tensors import FakeTensor
 from oomph.torch_compat.optimizers import mark_stepped
 
