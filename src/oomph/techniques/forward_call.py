@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from oomph.errors import NotRepeatable
 from oomph.techniques.python_state import PythonState
+from oomph.techniques.recompute_stop import RecomputeStop
 from oomph.techniques.same_again import SameAgain
 from oomph.techniques.surroundings import Surroundings
 from oomph.techniques.tensor_writes import Kept, TensorWrites, View, state_of, storage_of
@@ -217,7 +218,8 @@ class ForwardCall:
                 return self._block.forward(*args, **kwargs)
         given = [self._renewed.get(at, leaf) for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(given, self._spec)
-        return self._block.forward(*args, **kwargs)
+        with RecomputeStop():
+            return self._block.forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
