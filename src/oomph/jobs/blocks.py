@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-#: A call of a module: its path, and the storages of its inputs and outputs, in call order.
+#: A call of a module: its path, and what its inputs and outputs hold: storages, and the results of
+#: other calls that they were computed from. In call order.
 Call = tuple[str, frozenset[int], frozenset[int]]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)

@@ -291,6 +291,8 @@ class _Seen:
 
     def _enter(self, *_: Any) -> None:
         if not self._starts:
+            # Of what was computed outside of all calls nothing is known.
+            self._log.results = _CallResults()
             self._log.__enter__()
         self._starts.append(len(self._log.ops))
         self._errors.enter()
@@ -302,7 +304,9 @@ class _Seen:
         if self._errors.leave() or is_transformed():
             return
         taken, given = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        self.calls.append((path, _keys(taken), _keys(given)))
+        made_of = self._log.results.made_of(_keys(taken))
+        gave = self._log.results.note(_keys(given))
+        self.calls.append((path, _keys(taken) | made_of, _keys(given) | gave))
         if any(tensor.requires_grad for tensor in given):
             self._differentiated.add(path)
         weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
@@ -350,6 +354,44 @@ class _Seen:
         return Block(path=path, kind=kind, ops=self._ops[kind], parameters=self._sizes[path])
 
 
+class _CallResults:
+    """Which modules' results each tensor was computed from, by ops between their calls.
+
+    A residual connection outside of the blocks, as in `x = x + block(x)`, hands the next block
+    such a tensor, and not the result itself.
+    """
+
+    def __init__(self) -> None:
+        #: By storage: numbers of results. They are negative, so that they are no storages' keys.
+        self._of: dict[int, frozenset[int]] = {}
+        #: By storage: the results that lie in it.
+        self._in: dict[int, frozenset[int]] = {}
+        self._count = 0
+
+    def made_of(self, keys: frozenset[int]) -> frozenset[int]:
+        """The results that these storages hold or were computed from."""
+        return frozenset().union(*(self._of.get(key, ()) for key in keys))
+
+    def note(self, keys: frozenset[int]) -> frozenset[int]:
+        """A module returned these storages: gives the numbers of its result.
+
+        What was computed inside of the call stays inside, but the result of another module that it
+        returned as its own.
+        """
+        self._count += 1
+        own = frozenset([-self._count])
+        for key in keys:
+            self._of[key] = self._in[key] = own | self._in.get(key, frozenset())
+        return own
+
+    def follow(self, taken: frozenset[int], given: frozenset[int]) -> None:
+        """An op computed storages from others."""
+        made_of = self.made_of(taken)
+        for key in given:
+            self._of[key] = made_of
+            self._in.pop(key, None)
+
+
 class _OpLog(TorchDispatchMode):
     """Logs all ops, with details of those whose results are worth saving."""
 
@@ -357,6 +399,7 @@ class _OpLog(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, SavableOp | None]] = []
         self.draws_random_numbers = False
+        self.results = _CallResults()
         self._clock = clock
         #: By storage: index in the log of the op that made it, if the result is worth saving.
         self._results: dict[int, int] = {}
@@ -386,7 +429,9 @@ class _OpLog(TorchDispatchMode):
                 op, savable = self.ops[at]
                 assert savable is not None
                 self.ops[at] = op, dataclasses.replace(savable, is_overwritten=True)
-        for key in _keys(tensors_in(out)) - _keys(tensors_in((args, kwargs))):
+        taken, given = _keys(tensors_in((args, kwargs))), _keys(tensors_in(out))
+        self.results.follow(taken, given)
+        for key in given - taken:
             self._results.pop(key, None)  # its old entry was freed memory
             if is_savable:
                 self._results[key] = len(self.ops)
