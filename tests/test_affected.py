@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from affected import affected
+from benchmarks.affected import affected
 
 
 def test_a_changed_test_is_run_itself() -> None:
