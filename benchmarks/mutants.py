@@ -15,6 +15,7 @@ All runs are forks of a process that has imported torch; they run on Linux and m
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -23,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
-import torch  # imported here, so that no mutant has to
+import torch
 
 from benchmarks.affected import ROOT, tests_by_distance
 from benchmarks.mutations import Mutation, choose, find_mutations
@@ -42,6 +42,8 @@ PACKAGES = ("search", "techniques", "engine", "runs", "rehearsal", "splitting")
 _AT_ONCE = 4
 #: A mutant may take so many times its seconds before it counts as one that hangs.
 _PATIENCE = 6.0
+#: What takes long to import, so that no mutant has to.
+_IMPORTED_ONCE = ("hypothesis", "scipy.optimize", "torch._inductor.compile_fx")
 #: By a test: how many seconds it took when it passed, as far as it ever ran here.
 _KNOWN = ROOT / "build" / "test_seconds.json"
 
@@ -77,11 +79,11 @@ class Ran:
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Leave out what would take longer than there is time."""
-        self.used = time.process_time()
+        self.used = _used()
         return True if self.used + self.known.get(item.nodeid, 0.0) > self.limit else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] = time.process_time() - self.used
+        self.seconds[report.nodeid] = _used() - self.used
         if report.failed:
             self.failed = report.nodeid
 
@@ -127,7 +129,7 @@ def _run_here(
     ended = pytest.main([*options, *tests], plugins=[ran])
     if not ran.failed and ended not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         ran.failed = f"pytest ended with {ended!r}"
-    out.write_text(json.dumps([time.process_time(), ran.seconds, ran.failed]), encoding="utf-8")
+    out.write_text(json.dumps([_used(), ran.seconds, ran.failed]), encoding="utf-8")
     # What a broken package left running must not hold the end up.
     os._exit(0)
 
@@ -167,6 +169,11 @@ def _groups(module: Path, known: dict[str, float]) -> Iterator[Sequence[str]]:
         yield from _in_groups(sorted(names, key=lambda name: by_file.get(name, 0.0)))
 
 
+def _used() -> float:
+    """Seconds that the processor worked for this process and for those it waited for."""
+    return sum(os.times()[:4])
+
+
 def _in_groups(names: Sequence[str]) -> list[Sequence[str]]:
     return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
 
@@ -199,6 +206,8 @@ def main(words: Iterable[str] | None = None) -> None:
     # Compile everything once, and not in each copy.
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(SOURCE)], check=True)
     torch.set_num_threads(1)
+    for name in _IMPORTED_ONCE:
+        importlib.import_module(name)
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(try_mutation, one, options.seconds) for one in waiting]
         for done in as_completed(futures):
