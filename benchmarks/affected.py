@@ -46,14 +46,14 @@ def affected(changed: Iterable[str], root: Path = ROOT) -> list[str]:
         if path in tests:
             found.add(path)
         elif name.startswith("src/oomph/") and path.suffix == ".py" and path.exists():
-            nearest = next(tests_by_distance(path, root), [])
+            nearest = next(nearest_tests(path, root), [])
             found.update(nearest if len(nearest) <= MOST else [])
         elif path.suffix == ".md":
             found.update(test for test in tests if test.name in ("test_docs.py", "test_readme.py"))
     return sorted(str(path.relative_to(root)) for path in found if path.exists())
 
 
-def tests_by_distance(module: Path, root: Path = ROOT) -> Iterator[list[Path]]:
+def nearest_tests(module: Path, root: Path = ROOT) -> Iterator[list[Path]]:
     """The test files that mirror a module, then those ever more imports away from it."""
     tests = _tests(root)
     mirrors = _mirrors(module, tests, root)

@@ -33,7 +33,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.affected import ROOT, tests_by_distance
+from benchmarks.affected import ROOT, nearest_tests
 from benchmarks.mutations import Mutation, choose, find_mutations
 
 SOURCE = ROOT / "src" / "oomph"
@@ -164,7 +164,7 @@ def _groups(module: Path, known: dict[str, float]) -> Iterator[Sequence[str]]:
     for test, seconds in known.items():
         file = test.partition("::")[0]
         by_file[file] = by_file.get(file, 0.0) + seconds
-    for files in tests_by_distance(module):
+    for files in nearest_tests(module):
         names = [str(path.relative_to(ROOT)) for path in files]
         yield from _in_groups(sorted(names, key=lambda name: by_file.get(name, 0.0)))
 
