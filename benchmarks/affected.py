@@ -8,10 +8,12 @@ reaches beyond them to `make test`.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -46,28 +48,40 @@ def affected(changed: Iterable[str], root: Path = ROOT) -> list[str]:
         if path in tests:
             found.add(path)
         elif name.startswith("src/oomph/") and path.suffix == ".py" and path.exists():
-            nearest = next(nearest_tests(path, root), [])
+            far = distances(path, root)
+            nearest = [test for test in far if far[test] == min(far.values())]
             found.update(nearest if len(nearest) <= MOST else [])
         elif path.suffix == ".md":
             found.update(test for test in tests if test.name in ("test_docs.py", "test_readme.py"))
     return sorted(str(path.relative_to(root)) for path in found if path.exists())
 
 
-def nearest_tests(module: Path, root: Path = ROOT) -> Iterator[list[Path]]:
-    """The test files that mirror a module, then those ever more imports away from it."""
-    tests = _tests(root)
-    mirrors = _mirrors(module, tests, root)
-    if mirrors:
-        yield mirrors
+def distances(module: Path, root: Path = ROOT) -> dict[Path, int]:
+    """The test files that concern a module: how many imports away; 0 for those that mirror it."""
+    found = dict.fromkeys(_mirrors(module, root), 0)
     importers = _importers(root)
-    seen, reached = {module, *mirrors}, {module}
+    seen, reached, distance = {module, *found}, {module}, 0
     while reached:
+        distance += 1
         reached = {user for path in reached for user in importers.get(path, ())} - seen
         seen |= reached
-        here = root / "tests" / module.relative_to(root / "src" / "oomph").parts[0]
-        found = reached & tests
-        if found:
-            yield sorted(found, key=lambda path: (here not in path.parents, path))
+        found.update(dict.fromkeys(reached & _tests(root), distance))
+    return found
+
+
+def nearest_first(module: Path, root: Path = ROOT) -> list[Path]:
+    """The same: first those that mirror it, then near ones that share many seldom words with it."""
+    here = root / "tests" / module.relative_to(root / "src" / "oomph").parts[0]
+    words, uses, far = _words(module), _uses_of_words(root), distances(module, root)
+
+    def likeness(test: Path) -> float:
+        shared = [math.log(len(_tests(root)) / uses[word]) ** 2 for word in words & _words(test)]
+        return (2 if here in test.parents else 1) * sum(shared) / len(_words(test)) ** 0.5
+
+    def order(test: Path) -> tuple[bool, float, Path]:
+        return far[test] > 0, -likeness(test) / far[test] if far[test] else 0.0, test
+
+    return sorted(far, key=order)
 
 
 @cache
@@ -76,7 +90,7 @@ def _tests(root: Path) -> frozenset[Path]:
     return frozenset(path for path in found if "gpu" not in path.parts)
 
 
-def _mirrors(module: Path, tests: frozenset[Path], root: Path) -> list[Path]:
+def _mirrors(module: Path, root: Path) -> list[Path]:
     """`tests/rehearsal/test_allocator_pool.py` mirrors `rehearsal/allocator/pool.py`, and so on."""
     *folders, stem = module.relative_to(root / "src" / "oomph").with_suffix("").parts
     if not folders:
@@ -84,7 +98,7 @@ def _mirrors(module: Path, tests: frozenset[Path], root: Path) -> list[Path]:
     else:
         inner = folders[1:]
         names = [f"test_{'_'.join([*inner, stem])}", f"test_{stem}", *(f"test_{n}" for n in inner)]
-    folder = root.joinpath("tests", *folders[:1])
+    folder, tests = root.joinpath("tests", *folders[:1]), _tests(root)
     for name in names:
         if folder / f"{name}.py" in tests:
             longer = [test for test in tests if test.name.startswith(f"{name}_")]
@@ -107,6 +121,17 @@ def _importers(root: Path) -> dict[Path, set[Path]]:
                 if one in by_name:
                     found.setdefault(by_name[one], set()).add(path)
     return found
+
+
+@cache
+def _words(path: Path) -> frozenset[str]:
+    return frozenset(re.findall("[a-z]{3,}", path.read_text(encoding="utf-8").lower()))
+
+
+@cache
+def _uses_of_words(root: Path) -> Counter[str]:
+    """By a word: in how many test files it is."""
+    return Counter(word for test in _tests(root) for word in _words(test))
 
 
 if __name__ == "__main__":

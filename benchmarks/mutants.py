@@ -1,11 +1,11 @@
 """Whether tests notice small changes to the code: `python -m benchmarks.mutants`.
 
 Each mutant is a copy of the package with one mutation. It is held against the test files that
-mirror its file, and if they pass, against those that import it and ever more distant ones
-(`affected.py`), the quickest first, until a test fails or `--seconds` of the processor's time are
-over. Mutants are chosen by a seed. With `--out FILE` each result is a line of JSON; a run with the
-same file leaves out what was killed, and tries again, last, what survived. At the end, the tests
-that failed run on the package as it is, where each has to pass.
+mirror its file, and if they pass, against ever more distant ones (`affected.py`), in each file the
+quickest first, until a test fails or `--seconds` of the processor's time are over. Mutants are
+chosen by a seed. With `--out FILE` each result is a line of JSON; a run with the same file leaves
+out what was killed, and tries again, last, what survived. At the end, the tests that failed run on
+the package as it is, where each has to pass.
 
     python -m benchmarks.mutants [PACKAGE …] [--count 200] [--seed 1] [--seconds 60] [--jobs 1]
 
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.affected import ROOT, nearest_tests
+from benchmarks.affected import ROOT, nearest_first
 from benchmarks.mutations import Mutation, choose, find_mutations
 
 SOURCE = ROOT / "src" / "oomph"
@@ -140,12 +140,14 @@ def try_mutation(mutation: Mutation, seconds: float) -> tuple[Result, dict[str, 
     passed: dict[str, float] = {}
     used, failed = 0.0, ""
     with tempfile.TemporaryDirectory(prefix="oomph-mutant-") as folder:
-        # With its compiled files, which are those of all modules but the mutated one.
-        shutil.copytree(SOURCE, Path(folder) / "oomph")
+        # With its compiled files, which hold for all modules but the mutated one. Those that another
+        # process is writing have a longer name until they are whole.
+        ignored = shutil.ignore_patterns("*.pyc.*")
+        shutil.copytree(SOURCE, Path(folder) / "oomph", ignore=ignored)
         file = Path(folder, "oomph", mutation.path)
         text = mutation.apply(file.read_text(encoding="utf-8"))
         file.write_text(text, encoding="utf-8")
-        for files in _groups(SOURCE / mutation.path, known):
+        for files in _groups(SOURCE / mutation.path):
             if failed or used >= seconds:
                 break
             ran = run_tests(files, Path(folder), known, seconds - used)
@@ -158,24 +160,15 @@ def try_mutation(mutation: Mutation, seconds: float) -> tuple[Result, dict[str, 
     return result, passed
 
 
-def _groups(module: Path, known: dict[str, float]) -> Iterator[Sequence[str]]:
+def _groups(module: Path) -> list[Sequence[str]]:
     """The test files that may notice a change, those that run together."""
-    by_file: dict[str, float] = {}
-    for test, seconds in known.items():
-        file = test.partition("::")[0]
-        by_file[file] = by_file.get(file, 0.0) + seconds
-    for files in nearest_tests(module):
-        names = [str(path.relative_to(ROOT)) for path in files]
-        yield from _in_groups(sorted(names, key=lambda name: by_file.get(name, 0.0)))
+    names = [str(path.relative_to(ROOT)) for path in nearest_first(module)]
+    return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
 
 
 def _used() -> float:
     """Seconds that the processor worked for this process and for those it waited for."""
     return sum(os.times()[:4])
-
-
-def _in_groups(names: Sequence[str]) -> list[Sequence[str]]:
-    return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
 
 
 def _known_seconds() -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.affected import ROOT, affected, nearest_tests
+from benchmarks.affected import ROOT, affected, nearest_first
 
 
 def test_a_changed_test_is_run_itself() -> None:
@@ -31,30 +31,29 @@ def test_docs_are_held_against_what_commands_print() -> None:
     assert affected(["docs/runs.md"]) == ["tests/test_docs.py", "tests/test_readme.py"]
 
 
-def found_for(module: str) -> list[list[str]]:
-    found = nearest_tests(ROOT / "src" / "oomph" / module)
-    return [[str(path.relative_to(ROOT / "tests")) for path in layer] for layer in found]
+def concerning(module: str) -> list[str]:
+    found = nearest_first(ROOT / "src" / "oomph" / module)
+    return [str(path.relative_to(ROOT / "tests")) for path in found]
 
 
 def test_modules_of_an_inner_folder_are_mirrored_by_its_name_or_by_their_own() -> None:
-    assert found_for("rehearsal/cuda/attention.py")[0] == ["rehearsal/test_attention.py"]
-    assert found_for("rehearsal/allocator/driver.py")[0] == ["rehearsal/test_allocator_driver.py"]
-    assert "splitting/test_rules.py" in found_for("splitting/rules/views.py")[0]
+    assert concerning("rehearsal/cuda/attention.py")[0] == "rehearsal/test_attention.py"
+    assert concerning("rehearsal/allocator/driver.py")[0] == "rehearsal/test_allocator_driver.py"
+    assert concerning("splitting/rules/views.py")[0] == "splitting/test_rules.py"
 
 
 def test_a_mirror_may_be_several_files() -> None:
-    assert found_for("techniques/host_optimizer.py")[0] == [
+    assert concerning("techniques/host_optimizer.py")[:3] == [
         "techniques/test_host_optimizer.py",
         "techniques/test_host_optimizer_rehearsed.py",
         "techniques/test_host_optimizer_threads.py",
     ]
 
 
-def test_after_those_come_tests_ever_more_imports_away_and_each_comes_once() -> None:
-    mirror, importing, *further = found_for("search/solver.py")
-    assert mirror == ["search/test_solver.py"]
-    assert "search/test_option_profiles.py" in importing + further[0]
-    everything = [path for layer in found_for("search/solver.py") for path in layer]
-    assert len(everything) == len(set(everything))
-    assert "search/test_planner.py" in everything
-    assert not any(path.startswith("gpu/") for path in everything)
+def test_after_those_come_tests_that_are_few_imports_away_and_speak_of_the_same() -> None:
+    mirror, *others = concerning("search/solver.py")
+    assert mirror == "search/test_solver.py"
+    assert len(others) == len(set(others))
+    assert others.index("search/test_planner.py") < others.index("techniques/test_registry.py")
+    assert not any(path.startswith("gpu/") for path in others)
+    assert "engine/test_transaction.py" in concerning("engine/optimizer_pieces.py")[:2]
