@@ -140,8 +140,8 @@ def try_mutation(mutation: Mutation, seconds: float) -> tuple[Result, dict[str, 
     passed: dict[str, float] = {}
     used, failed = 0.0, ""
     with tempfile.TemporaryDirectory(prefix="oomph-mutant-") as folder:
-        # With its compiled files, which hold for all modules but the mutated one. Those that another
-        # process is writing have a longer name until they are whole.
+        # With its compiled files, which hold for all modules but the mutated one. One that another
+        # process is writing has a longer name until it is whole.
         ignored = shutil.ignore_patterns("*.pyc.*")
         shutil.copytree(SOURCE, Path(folder) / "oomph", ignore=ignored)
         file = Path(folder, "oomph", mutation.path)
