@@ -7,9 +7,10 @@ chosen by a seed. With `--out FILE` each result is a line of JSON; a run with th
 out what was killed, and tries again, last, what survived. At the end, the tests that failed run on
 the package as it is, where each has to pass.
 
-    python -m benchmarks.mutants [PACKAGE …] [--count 200] [--seed 1] [--seconds 60] [--jobs 1]
+    python -m benchmarks.mutants [PACKAGE …] [--count 200] [--seed 1] [--seconds 60]
 
-All runs are forks of a process that has imported torch; they run on Linux and macOS.
+All runs are forks of a process that has imported torch, which Linux and macOS have. They come one
+after the other: to use more cores, start more runs, each with a seed of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -175,6 +175,13 @@ def _known_seconds() -> dict[str, float]:
     return json.loads(_KNOWN.read_text(encoding="utf-8")) if _KNOWN.exists() else {}
 
 
+def _remember(passed: dict[str, float]) -> None:
+    _KNOWN.parent.mkdir(exist_ok=True)
+    part = _KNOWN.with_suffix(f".{os.getpid()}")  # a run beside this one may be reading
+    part.write_text(json.dumps({**_known_seconds(), **passed}), encoding="utf-8")
+    part.replace(_KNOWN)
+
+
 def main(words: Iterable[str] | None = None) -> None:
     """Try the mutants that have no result yet, print what became of each, and count them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,7 +189,6 @@ def main(words: Iterable[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60, help="of tests for a mutant")
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where results are, and are added, as JSON lines")
     options = parser.parse_args(None if words is None else list(words))
     files = [path for name in options.packages for path in sorted((SOURCE / name).rglob("*.py"))]
@@ -201,17 +207,14 @@ def main(words: Iterable[str] | None = None) -> None:
     torch.set_num_threads(1)
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
-        futures = [pool.submit(try_mutation, one, options.seconds) for one in waiting]
-        for done in as_completed(futures):
-            result, passed = done.result()
-            results[result.mutation] = result
-            _KNOWN.parent.mkdir(exist_ok=True)
-            _KNOWN.write_text(json.dumps({**_known_seconds(), **passed}), encoding="utf-8")
-            print(f"{len(results)}/{len(chosen)} {_as_line(result)}", flush=True)
-            if options.out is not None:
-                with options.out.open("a", encoding="utf-8") as out:
-                    print(json.dumps(asdict(result)), file=out)
+    for one in waiting:
+        result, passed = try_mutation(one, options.seconds)
+        results[result.mutation] = result
+        _remember(passed)
+        print(f"{len(results)}/{len(chosen)} {_as_line(result)}", flush=True)
+        if options.out is not None:
+            with options.out.open("a", encoding="utf-8") as out:
+                print(json.dumps(asdict(result)), file=out)
     _print_end([results[str(one)] for one in chosen])
 
 
