@@ -43,7 +43,12 @@ _AT_ONCE = 4
 #: A mutant may take so many times its seconds before it counts as one that hangs.
 _PATIENCE = 6.0
 #: What takes long to import, so that no mutant has to.
-_IMPORTED_ONCE = ("hypothesis", "scipy.optimize", "torch._inductor.compile_fx")
+_IMPORTED_ONCE = (
+    "hypothesis",
+    "scipy.optimize",
+    "torch._inductor.compile_fx",
+    "transformers.modeling_utils",
+)
 #: By a test: how many seconds it took when it passed, as far as it ever ran here.
 _KNOWN = ROOT / "build" / "test_seconds.json"
 
