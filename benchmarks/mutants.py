@@ -82,13 +82,16 @@ class Ran:
         files = list(dict.fromkeys(item.path for item in items))
         items.sort(key=lambda item: (files.index(item.path), self.known.get(item.nodeid, 0.0)))
 
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Leave out what would take longer than there is time."""
         self.used = _used()
-        return True if self.used + self.known.get(item.nodeid, 0.0) > self.limit else None
+        if self.used + self.known.get(item.nodeid, 0.0) > self.limit:
+            pytest.skip("there is no time")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] = _used() - self.used
+        if report.when == "call" and report.passed:
+            self.seconds[report.nodeid] = _used() - self.used
         if report.failed:
             self.failed = report.nodeid
 
@@ -161,7 +164,6 @@ def try_mutation(mutation: Mutation, seconds: float) -> tuple[Result, dict[str, 
             if failed and not (alone := run_tests([failed], Path(folder), {}, seconds)).failed:
                 used, failed = used + alone.used, ""
             passed.update(ran.seconds)
-    passed.pop(failed, None)
     status = "killed" if failed else "survived" if passed else "untested"
     tests, took = len(passed) + bool(failed), round(used, 1)
     result = Result(mutation=str(mutation), status=status, by=failed, tests=tests, seconds=took)
