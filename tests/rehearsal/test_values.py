@@ -242,3 +242,13 @@ def test_what_an_optimizer_reads_is_said_to_be_read_by_torch() -> None:
     notes = rehearse(job, find_gpu("h200")).notes
     assert notes
     assert all("torch/optim/_adafactor.py" in note for note in notes)
+
+
+def test_what_is_known_of_a_tensor_goes_with_it(recorder: Recorder, device: str) -> None:
+    before = len(recorder.values._contents)
+    for _ in range(20):
+        known = torch.tensor([3, 1, 2], device=device)
+        assert recorder.values.of(known) is not None
+        assert len(recorder.values._contents) > before
+        del known
+    assert len(recorder.values._contents) == before

@@ -90,6 +90,18 @@ def test_undo_leaves_what_was_fused_before_fused() -> None:
     assert optimizer._step_supports_amp_scaling
 
 
+def test_once_undone_an_optimizer_that_counts_steps_on_the_host_does_so_again() -> None:
+    with pretend(oomph.find_gpu("h200")):
+        model = make_model().to("cuda")
+        optimizer = torch.optim.Adagrad(model.parameters())
+        if not can_fuse(optimizer):
+            pytest.skip("Adagrad has a fused kernel for GPUs from torch 2.13 on")
+        undo = fuse_optimizer(optimizer)
+        assert all(state["step"].is_cuda for state in optimizer.state.values())
+        undo()
+        assert all(state["step"].is_cpu for state in optimizer.state.values())
+
+
 def test_a_state_that_is_loaded_later_is_fused_too() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
