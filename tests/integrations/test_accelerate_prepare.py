@@ -236,3 +236,119 @@ def test_gradients_are_clipped_when_those_of_all_parts_are_there(
     assert_same_loops(plain, planned)
     planned.loader.take_back()
     assert clip not in vars(planned.accelerator)
+
+
+class ByHand(Loop):
+    """Does something with gradients or the optimizer after each backward, by hand."""
+
+    def train_by_hand(self, do: Any, *, backward: Any = None) -> ByHand:
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                (backward or self.accelerator.backward)(loss)
+                do(self)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return self
+
+
+def doubled(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(2).add_(1e-3)
+
+
+def normalized(loop: Loop) -> None:
+    found = [p.grad for p in loop.model.parameters() if p.grad is not None]
+    norms = torch.stack([one.norm() for one in found]).norm()
+    for one in found:
+        one.div_(norms + 1e-6)
+
+
+HANDS = {
+    "norm": lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.05),
+    "value": lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e-4),
+    "doubled": doubled,
+    "normalized": normalized,
+}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("hand", HANDS)
+def test_what_a_loop_does_with_gradients_by_hand_it_does_with_those_of_the_batch(
+    give: Any, monkeypatch: pytest.MonkeyPatch, hand: str, steps: int
+) -> None:
+    give(**LEAN)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda weights, lr: torch.optim.SGD(weights, 1.0))
+    plain = ByHand(planned=False, steps=steps).train_by_hand(HANDS[hand])
+    assert_same_loops(plain, ByHand(planned=True, steps=steps).train_by_hand(HANDS[hand]))
+
+
+def test_gradients_that_a_loop_zeroes_by_hand_are_those_of_the_batch_before(
+    give: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(**LEAN)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda weights, lr: torch.optim.SGD(weights, 1.0))
+
+    def trained(planned: bool) -> Loop:
+        loop = Loop(planned=planned)
+        for batch in loop.loader:
+            loop.model.zero_grad()
+            loop.accelerator.backward(loop.model(**batch).loss)
+            loop.optimizer.step()
+            loop.scheduler.step()
+        return loop
+
+    assert_same_loops(trained(planned=False), trained(planned=True))
+
+
+def test_no_gradient_is_shown_before_all_parts_have_gone_backward(give: Any) -> None:
+    give(**LEAN)
+    loop, seen = ByHand(planned=True), []
+
+    def look(loop: Loop) -> None:
+        shown = any(p.grad is not None and p.grad.any() for p in loop.model.parameters())
+        seen.append((shown, loop.accelerator.sync_gradients))
+
+    loop.train_by_hand(look)
+    assert len(seen) > len(loop.loader) and all(shown == last for shown, last in seen)
+
+
+def written(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def scheduled(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("do", "why"),
+    [(written, "made or wrote gradients for a part"), (scheduled, "changed the learning rate")],
+)
+def test_what_a_loop_does_once_for_each_part_is_refused(give: Any, do: Any, why: str) -> None:
+    give(**LEAN)
+    loop = ByHand(planned=True)
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    with pytest.raises(BadInput, match=why):
+        loop.train_by_hand(do)
+    assert all(map(torch.equal, before, loop.model.parameters()))
+
+
+def test_a_backward_that_is_not_the_accelerators_is_refused(give: Any) -> None:
+    give(**LEAN)
+    with pytest.raises(BadInput, match=r"another way than with accelerator\.backward"):
+        ByHand(planned=True).train_by_hand(lambda loop: None, backward=lambda loss: loss.backward())
+
+
+def test_a_part_that_is_left_out_is_refused_and_whole_batches_are_not(give: Any) -> None:
+    give(**LEAN)
+    loop = Loop(planned=True)
+    with pytest.raises(BadInput, match="for some parts of a batch and not for others"):
+        for at, batch in enumerate(loop.loader):
+            if at != 1:
+                loop.accelerator.backward(loop.model(**batch).loss)
+    with torch.no_grad():
+        assert sum(len(batch["input_ids"]) for batch in loop.loader) == len(Ragged())

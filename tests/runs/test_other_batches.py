@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -136,3 +136,41 @@ def test_a_block_that_does_something_else_when_it_runs_again_is_named_as_the_cau
         run.step(batch)
     assert all(map(torch.equal, before, model.parameters()))
     run.step(batch)
+
+
+def positive(raw: Tensor) -> Tensor:
+    return nn.functional.softplus(raw) + 1e-3
+
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "normal": lambda out: torch.distributions.Normal(out[:, :2], positive(out[:, 2:])),
+    "independent": lambda out: torch.distributions.Independent(
+        torch.distributions.Laplace(out[:, :2], positive(out[:, 2:])), 1
+    ),
+    "gamma": lambda out: torch.distributions.Gamma(positive(out[:, :2]), positive(out[:, 2:])),
+}
+
+
+@pytest.fixture
+def no_numbers_in_new_memory() -> Iterator[None]:
+    """New memory is full of NaN, as it may be."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("no_numbers_in_new_memory")
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_loss_of_distributions_is_looked_at_again_inside_a_step(name: str) -> None:
+    warm_up = 1
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        out = model(batch["x"])
+        found = -DISTRIBUTIONS[name](out).log_prob(batch["y"][:, :2] + 0.1).mean()
+        return found if step < warm_up else found + 0.1 * out.square().mean()
+
+    step, first = 0, make_batch(6, 0, own_weights=False)
+    run, plain = two_runs(loss, first)
+    for step in range(4):
+        batch = make_batch(6 + step % 2, step, own_weights=False)
+        torch.testing.assert_close(run.step(batch), plain(batch), rtol=1e-12, atol=0)

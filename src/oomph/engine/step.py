@@ -28,6 +28,7 @@ from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 from oomph.techniques.parts_trial import check_parts
+from oomph.techniques.recompute import calls_end_with
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -102,7 +103,7 @@ def train_step(
         weigher.begin(batch)
     total = _samples(stage, batch)
     losses: list[Tensor] = []
-    with _graph(stage) as graph, hooks.withheld():
+    with calls_end_with(stage.model), _graph(stage) as graph, hooks.withheld():
         for part in parts:
             interrupts.let_through()
             share = _samples(stage, part) / total if len(parts) > 1 else 1.0

@@ -9,7 +9,7 @@ for batch in loader:
 
 The loader yields each batch in the plan's parts, and `accelerator.backward` weighs their losses, so
 that every optimizer step is for the whole requested batch. A prepared optimizer and scheduler step
-once per batch.
+once per batch. Gradients are hidden from the loop until those of all parts are there.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from oomph.integrations.framework_plan import (
     sample_batch,
     say_it,
 )
+from oomph.integrations.part_gradients import PartGradients
 from oomph.jobs.job import AUTOCAST, Job, batch_size, compute_loss, split_batch
 from oomph.plans.fidelity import Fidelity
 from oomph.plans.plan import Plan
@@ -43,8 +44,8 @@ try:
 except ImportError as error:
     raise MissingExtra("accelerate", "accelerate") from error
 
-#: The accelerator's methods that clip the gradients of a batch.
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+#: The accelerator's methods that work on the gradients of a batch, once.
+_ONCE = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
 #: Counts the items that a loss averages over.
 Items = Callable[[Any], Any]
 
@@ -136,9 +137,12 @@ class PartsLoader:
         self._share: float | Tensor = 1.0
         self._tried = self._over = False
         self._is_last = True
-        self._own_clips = {name: getattr(accelerator, name) for name in _CLIPS}
-        for name, clip in self._own_clips.items():
-            vars(accelerator)[name] = functools.partial(self._clip, clip)
+        model, optimizer = fitted.job.model, fitted.job.optimizer
+        assert isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+        self._gradients = PartGradients(model, optimizer)
+        for name in _ONCE:
+            once = functools.partial(self._once, getattr(accelerator, name))
+            vars(accelerator)[name] = once
         accelerator.gradient_accumulation_steps = self._most * self._own_steps
         vars(accelerator)["backward"] = self._backward
 
@@ -160,16 +164,21 @@ class PartsLoader:
                 self._try_out(batch)
             # The loader looks ahead, but has only ended with the last part of the last batch.
             at_end = inner.end_of_dataloader
-            for at, part in enumerate(parts):
-                last = part is parts[-1]
-                inner.end_of_dataloader = at_end and last
-                accelerator.gradient_state._set_sync_gradients(last)
-                # `accumulate` continues from this count, and steps when it is full.
-                begun = number % self._own_steps * self._most
-                accelerator.step = begun + (self._most - 1 if last else min(at, self._most - 2))
-                self._share = self._share_of(part, batch) if len(parts) > 1 else 1.0
-                self._is_last = last
-                yield part
+            with self._gradients.batch():
+                for at, part in enumerate(parts):
+                    last = part is parts[-1]
+                    inner.end_of_dataloader = at_end and last
+                    accelerator.gradient_state._set_sync_gradients(last)
+                    # `accumulate` continues from this count, and steps when it is full.
+                    begun = number % self._own_steps * self._most
+                    accelerator.step = begun + (self._most - 1 if last else min(at, self._most - 2))
+                    self._share = self._share_of(part, batch) if len(parts) > 1 else 1.0
+                    self._is_last = last
+                    if len(parts) == 1:
+                        yield part
+                        continue
+                    with self._gradients.part(last=last):
+                        yield part
             self._share, self._is_last = 1.0, True
 
     @property
@@ -187,19 +196,21 @@ class PartsLoader:
             return
         self._over = True
         self._accelerator.gradient_accumulation_steps = self._own_steps
-        for name in ("backward", *_CLIPS):
+        self._gradients.show()
+        for name in ("backward", *_ONCE):
             vars(self._accelerator).pop(name, None)
         self._fitted.undo()
 
-    def _clip(self, clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clip only after the last part, when the gradients of all parts are there."""
+    def _once(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Clip or unscale only after the last part, when the gradients of all parts are there."""
         if self._is_last:
-            return clip(parameters, *args, **kwargs)
+            return work(*args, **kwargs)
         return torch.zeros((), device=self._fitted.device)  # a norm, for loops that log it
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:
-        # The accelerator divides by the number of parts that it counts up to.
-        self._own_backward(loss * (self._share * self._most), **kwargs)
+        with self._gradients.backward(last=self._is_last):
+            # The accelerator divides by the number of parts that it counts up to.
+            self._own_backward(loss * (self._share * self._most), **kwargs)
 
     def _share_of(self, part: Any, batch: Any) -> float | Tensor:
         count = self._items or self._read_from_graph()

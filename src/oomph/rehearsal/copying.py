@@ -11,7 +11,7 @@ from torch import Tensor
 from oomph.techniques.iterators import NotCopied, copy_of
 from oomph.techniques.python_state import PythonState
 from oomph.torch_compat.dispatch import disable_current_modes
-from oomph.torch_compat.fake_tensors import FakeCopyMode, FakeTensor
+from oomph.torch_compat.fake_tensors import FakeCopyMode, FakeTensor, FakeTensorMode
 from oomph.torch_compat.function_modes import DisableTorchFunction
 from oomph.torch_compat.tensors import TensorBase
 
@@ -28,11 +28,28 @@ class HostCopyMode(FakeCopyMode):
     ) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
         if func is TensorBase.clone:
-            return _on_host(out)
+            return self._on_host(out)
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
-            out = memo[id(tensor)] = _on_host(out)
+            out = memo[id(tensor)] = self._on_host(out)
         return out
+
+    def _on_host(self, tensor: Any) -> Any:
+        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type == "cpu":
+            return tensor
+        return blank_like(tensor, self.fake_mode).requires_grad_(tensor.requires_grad)
+
+
+def blank_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake host tensor of this one's shape and strides.
+
+    No op makes it: the recorder would take what an `empty` finds in memory for its contents.
+    """
+    with disable_current_modes():
+        nothing = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+    return FakeTensor(mode, nothing, torch.device("cpu"))
 
 
 def copied_generators(*holders: Any) -> dict[int, Any]:
@@ -55,12 +72,3 @@ def _generator_like(generator: torch.Generator) -> torch.Generator:
         with DisableTorchFunction(), disable_current_modes():
             made.set_state(generator.get_state())
     return made
-
-
-def _on_host(tensor: Any) -> Any:
-    if not isinstance(tensor, FakeTensor) or tensor.fake_device.type == "cpu":
-        return tensor
-    twin: Tensor = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-    )
-    return twin.requires_grad_(tensor.requires_grad)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.errors import BadInput
-from oomph.rehearsal.copying import HostCopyMode, copied_generators
+from oomph.rehearsal.copying import HostCopyMode, blank_like, copied_generators
 from oomph.techniques.streamed_weights import Source
 from oomph.techniques.technique import Undo
 from oomph.torch_compat.fake_tensors import FakeTensorMode, current_fake_mode
@@ -102,7 +102,7 @@ def faked(model: nn.Module) -> nn.Module:
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     fakes: dict[int, Any] = copied_generators(model)
     for tensor in tensors:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        fake = blank_like(tensor, mode)
         is_parameter = isinstance(tensor, nn.Parameter)
         fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     with HostCopyMode(mode):

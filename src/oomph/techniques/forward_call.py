@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -78,6 +79,14 @@ def told_before_again(tell: Callable[[], None]) -> Iterator[None]:
         _running.tell = outer
 
 
+def not_repeatable(name: str, why: str) -> NotRepeatable:
+    """The error for a block of this name that cannot be run twice."""
+    return NotRepeatable(
+        f"{name} cannot be recomputed: {why}. The step was not made; have the plan keep this block,"
+        " or plan again"
+    )
+
+
 class Repeated:
     """A block whose forward runs twice, and its known behavior."""
 
@@ -139,10 +148,7 @@ class Repeated:
 
     def error(self, why: str) -> NotRepeatable:
         """The error for a forward that cannot be run twice."""
-        return NotRepeatable(
-            f"{self.name} cannot be recomputed: {why}. The step was not made; have the plan keep"
-            " this block, or plan again"
-        )
+        return not_repeatable(self.name, why)
 
     def _norms(self) -> Iterator[NormBase]:
         for module in self.block.modules():
@@ -193,7 +199,8 @@ class ForwardCall:
             self._writes = TensorWrites(tensors, kept=self._kept)
         self._same: SameAgain | None = None
         if looks and not is_rehearsed:
-            self._same = SameAgain(block.error)
+            # The graph holds this, and must not hold the block: see `recompute`.
+            self._same = SameAgain(functools.partial(not_repeatable, block.name))
         #: The arguments that autograd does not save, as they are copied before they change.
         self._copied = set(block.written_arguments)
         self._leaves = [None if at in self._copied else leaf for at, leaf in enumerate(leaves)]
@@ -228,7 +235,8 @@ class ForwardCall:
             watching, self._watching = self._watching, None
             with watching or contextlib.nullcontext():
                 return self.block.forward(*args, **kwargs)
-        self._saved = leaves
+        if self._same is not None:
+            self._saved = leaves
         given = [self._renewed.get(at, leaf) for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(given, self._spec)
         with RecomputeStop():

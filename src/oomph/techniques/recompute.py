@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,14 +29,12 @@ from torch.utils.checkpoint import (
 )
 
 from oomph.techniques.batch_calls import unwatched
-from oomph.techniques.forward_call import ForwardCall, Repeated
+from oomph.techniques.forward_call import ForwardCall, Repeated, not_repeatable
 from oomph.techniques.kept_results import KeptResults
 from oomph.techniques.surroundings import is_transformed
 from oomph.techniques.technique import Undo
 
 aten = torch.ops.aten
-
-_Make = Callable[[], AbstractContextManager[Any]]
 
 #: Ops whose results are worth keeping: they take long relative to the bytes of their results.
 KINDS: dict[Any, str] = {
@@ -96,25 +95,76 @@ class Recomputed:
         # Our own bookkeeping calls are not the model's: modes that watch those must not see them.
         with unwatched() as watching:
             call = ForwardCall(self._block, args, kwargs, watching)
-            contexts = functools.partial(self._contexts, call)
+            kept = KeptResults(self._keep, KINDS, self._block.error) if self._keep else None
+            first = _Nested(call.watched, kept.first if kept else _nothing, call.compared)
+            again = _CallInGraph(call, kept)
             leaves = call.take_leaves()
-            return checkpoint(call.run, *leaves, use_reentrant=False, context_fn=contexts)
+            contexts = functools.partial(_pair, first, again)
+            return checkpoint(again.run, *leaves, use_reentrant=False, context_fn=contexts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Give a copied block its own plain forward; the records of calls are not copied."""
         copied: Callable[..., Any] = copy.deepcopy(self._block.forward, memo)
         return copied
 
-    def _contexts(self, call: ForwardCall) -> tuple[Any, Any]:
-        """The contexts of the forward and of the recomputation."""
-        first: _Make = _nothing
-        again: _Make = _nothing
-        if self._keep:
-            kept = KeptResults(self._keep, KINDS, self._block.error)
-            first, again = kept.first, kept.again
-        return _Nested(call.watched, first, call.compared), _Nested(
-            call.again, again, call.compared
-        )
+
+class _CallInGraph:
+    """A call's second run, as autograd's graph holds it: the context and the function to run.
+
+    A module may hold a tensor of this graph, such as a loss that nobody adds up. The graph must not
+    hold the module in turn once its step is over: Python's collector does not see that cycle.
+    """
+
+    def __init__(self, call: ForwardCall, kept: KeptResults | None) -> None:
+        self._call: ForwardCall | None = call
+        self._context = _Nested(call.again, kept.again if kept else _nothing, call.compared)
+        self._block = weakref.ref(call.block.block)
+        self._name = call.block.name
+        _in_graphs.add(self)
+
+    def run(self, *leaves: Any) -> Any:
+        """Run the forward of the block."""
+        if self._call is None:
+            raise not_repeatable(self._name, "the step that it ran in is over")
+        return self._call.run(*leaves)
+
+    def __enter__(self) -> None:
+        if self._call is None:
+            raise not_repeatable(self._name, "the step that it ran in is over")
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+    def is_of(self, blocks: Container[Any]) -> bool:
+        """Whether the call is that of one of these blocks."""
+        return self._block() in blocks
+
+    def forget(self) -> None:
+        """Drop what the call holds."""
+        self._call = None
+        self._context = _Nested()
+
+
+#: The calls that a graph holds.
+_in_graphs: weakref.WeakSet[_CallInGraph] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def calls_end_with(model: nn.Module) -> Iterator[None]:
+    """Afterwards, no graph that this model's recomputed blocks made inside goes backward again."""
+    try:
+        yield
+    finally:
+        left = list(_in_graphs)
+        blocks = set(model.modules()) if left else set()
+        for call in left:
+            if call.is_of(blocks):
+                call.forget()
+
+
+def _pair(first: _Nested, again: _CallInGraph) -> tuple[Any, Any]:
+    return first, again
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
@@ -135,7 +185,8 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     return undo
 
 
-_nothing = contextlib.nullcontext
+_Make = Callable[[], AbstractContextManager[Any]]
+_nothing: _Make = contextlib.nullcontext
 
 
 class _Nested:
