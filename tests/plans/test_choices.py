@@ -21,12 +21,11 @@ ALL = Choices(
     compiled_others=("norm",),
     head="head",
     loss_chunk=512,
-    fused_optimizer=True,
     optimizer_in_backward=True,
     weights="bf16 with fp32 masters",
     cast_cache=False,
-    techniques=on("channels_last", "low_bit_state"),
     allocator="expandable_segments:True",
+    techniques=on("channels_last", "low_bit_state", "fused_optimizer"),
 )
 
 
@@ -64,7 +63,8 @@ def test_where_gradients_wait_lasts_as_long_as_a_run() -> None:
 
 
 def test_the_layout_of_images_lasts_as_long_as_a_run() -> None:
-    assert ALL.fixed_part.techniques == ALL.techniques == on("channels_last", "low_bit_state")
+    lasting = on("channels_last", "low_bit_state", "fused_optimizer")
+    assert ALL.fixed_part.techniques == ALL.techniques == lasting
 
 
 def test_where_blocks_are_offloaded_to_can_be_switched() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from switched_on import on
+from switched_on import on, with_on
 from tiny_models import Residual, chain, llama, rows, tokens
 from torch import nn
 
@@ -31,9 +31,9 @@ AFTER = Choices(
     micro_batch=2,
     blocks={"1": RECOMPUTE, "2": "recompute saving product#0"},
     compiled=True,
-    fused_optimizer=True,
     weights="bf16 with fp32 masters",
     allocator="expandable_segments:True",
+    techniques=on("fused_optimizer"),
 )
 
 
@@ -116,7 +116,7 @@ def test_what_a_graph_keeps_for_its_replays_is_taken() -> None:
 
 
 def test_parts_of_different_sizes_are_timed_alike() -> None:
-    after = dataclasses.replace(BEFORE, micro_batch=3, fused_optimizer=True)
+    after = with_on(dataclasses.replace(BEFORE, micro_batch=3), "fused_optimizer")
     (parts, fused) = described(job(10), BEFORE, after)
     assert parts.costs == pytest.approx(
         measured(job(10), after)[1]
@@ -143,7 +143,7 @@ def test_how_true_a_change_is_depends_on_what_it_does() -> None:
     def fidelities(after: Choices) -> dict[str, Fidelity]:
         return {change.technique: change.fidelity for change in described(job(), BEFORE, after)}
 
-    exact = dataclasses.replace(BEFORE, micro_batch=2, fused_optimizer=True)
+    exact = with_on(dataclasses.replace(BEFORE, micro_batch=2), "fused_optimizer")
     assert set(fidelities(exact).values()) == {Fidelity.EXACT}
     lossy = dataclasses.replace(BEFORE, techniques=on("low_bit_state"))
     assert fidelities(lossy) == {"optimizer state": Fidelity.LOSSY}

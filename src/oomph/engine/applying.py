@@ -38,7 +38,6 @@ from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
 from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.drop_paths import drop_paths, rate_as_tensor
-from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.generation_cache import caching_modules, without_cache
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
@@ -46,7 +45,6 @@ from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
-from oomph.techniques.optimizer_steps import sparse_gradient
 from oomph.techniques.optimizer_twin import is_elementwise
 from oomph.techniques.placing import PlacedWeights, move_training
 from oomph.techniques.recompute import recompute
@@ -160,8 +158,6 @@ class Applied:
                 masters = MasterWeights(model, optimizer)
                 do(masters.undo)
             self.stage.masters = masters
-            if choices.fused_optimizer:
-                do(fuse_optimizer(optimizer))
             if not choices.generation_cache:
                 for module in caching_modules(model):
                     do(without_cache(module))
@@ -175,9 +171,7 @@ class Applied:
                 do(technique.apply(settings, context))
             if choices.optimizer_on == "host":
                 do(self._place_weights(choices))
-            self.stage.pieces = OptimizerPieces(
-                optimizer, masters, was_fused=choices.fused_optimizer
-            )
+            self.stage.pieces = OptimizerPieces(optimizer, masters)
             do(self._change_parts, ())  # those of modules go before what lasts
             self._change_parts(parts)
             if choices.optimizer_on == "host":
@@ -467,8 +461,6 @@ def _planned(job: Job, choices: Choices) -> Job:
 
 
 def _check_whole(choices: Choices, job: Job, model: nn.Module) -> None:
-    if choices.fused_optimizer and (sparse := sparse_gradient(model)):
-        raise BadInput(f"{sparse}, which no fused kernel takes: use sparse=False, or plan again")
     if choices.micro_batch == job.micro_batch:
         return
     in_parts = job.micro_batch is not None

@@ -49,7 +49,6 @@ _MODULE_LEVEL = (
     "compiled_others",
     "head",
     "loss_chunk",
-    "fused_optimizer",
     "cast_cache",
     "generation_cache",
     "allocator",

@@ -51,7 +51,6 @@ class Choices:
     """The path of the output layer whose logits are never materialised."""
     loss_chunk: int | None = None
     """Rows of logits that exist at a time."""
-    fused_optimizer: bool = False
     optimizer_in_backward: bool = False
     weights: Weights = "own"
     cast_cache: bool = True

@@ -12,7 +12,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from oomph.errors import BadInput, StalePlan
 from oomph.files.schema import Mismatch, read_as
@@ -42,6 +43,13 @@ class Settings:
 S = TypeVar("S", bound=Settings)
 
 
+class Part(StrEnum):
+    """What of a job a technique works on, in the order in which a plan's diff lists it."""
+
+    OPTIMIZER = "optimizer"
+    MODEL = "model"
+
+
 class TechniqueInfo(ABC, Generic[S]):
     """What a plan must know of a technique to hold it, to check it and to say it."""
 
@@ -50,8 +58,8 @@ class TechniqueInfo(ABC, Generic[S]):
     title: ClassVar[str]
     """As a plan's diff calls it."""
     settings: type[S]
-    changes: ClassVar[Literal["model", "optimizer"]] = "model"
-    """What it works on; a plan's diff lists those of the optimizer together."""
+    changes: ClassVar[Part] = Part.MODEL
+    """What it works on; a plan's diff lists what works on the same together."""
     belongs_with: ClassVar[tuple[str, ...]] = ()
     """Techniques, or fields of `Choices`, without which it makes no sense: where these are left
     out to price them, it is left out as well."""
@@ -69,9 +77,12 @@ class TechniqueInfo(ABC, Generic[S]):
     def check(self, settings: S, choices: Choices) -> None:
         """Refuse what it cannot be combined with, by `BadInput`."""
 
-    def training_arguments(self, settings: S) -> Mapping[str, Any]:
-        """Arguments of transformers that do the same, where there are any."""
-        return {}
+    def training_arguments(
+        self, settings: S, choices: Choices, now: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """Arguments of transformers that do the same, given those there are now; None where no
+        argument does, which is then said in the words of `elsewhere`."""
+        return None
 
     def elsewhere(self, settings: S) -> str:
         """What it does, and what comes near it, for a tool that has no argument for it."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from oomph.hardware import GPU
 from oomph.hardware.timing.clock import Clock
@@ -14,7 +14,7 @@ from oomph.jobs.job import Job
 from oomph.plans.choices import KEEP, MASTERS, RECOMPUTE, Choices, on_the_gpu
 from oomph.plans.fidelity import Fidelity, of_fused_kernels
 from oomph.plans.plan import Change
-from oomph.plans.techniques import TechniqueInfo, all_techniques
+from oomph.plans.techniques import Part, TechniqueInfo, all_techniques
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.step_cost import peak_taken, step_cost
 from oomph.rehearsal.timeline import Timeline
@@ -172,8 +172,7 @@ def _differences(after: Choices) -> list[_Difference]:
         ),
         _Difference(technique="loss", field="loss_chunk", with_it=("head",)),
         _Difference(technique="optimizer in backward", field="optimizer_in_backward"),
-        _Difference(technique="fused optimizer", field="fused_optimizer"),
-        *_registered("optimizer", after),
+        *_registered(Part.OPTIMIZER, after),
         _Difference(technique="weights", field="weights", fidelity=Fidelity.ROUNDING),
         # Where a weight is used twice, its gradients are then added before they are rounded.
         _Difference(technique="autocast's copies", field="cast_cache", fidelity=Fidelity.ROUNDING),
@@ -197,15 +196,15 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
         ),
-        *_registered("model", after),
+        *_registered(Part.MODEL, after),
         _Difference(technique="keys and values", field="generation_cache", is_needed=True),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
     ]
 
 
-def _registered(changes: Literal["model", "optimizer"], after: Choices) -> list[_Difference]:
-    """The registered techniques that work on the model, or on the optimizer."""
+def _registered(changes: Part, after: Choices) -> list[_Difference]:
+    """The registered techniques that work on this part of a job."""
     return [
         _Difference(
             technique=info.title,
@@ -234,8 +233,6 @@ def _say(one: _Difference, choices: Choices) -> str:
             return f"{choices.loss_chunk:,} rows at a time" if choices.loss_chunk else "all logits"
         case "optimizer in backward":
             return "yes" if choices.optimizer_in_backward else "no"
-        case "fused optimizer":
-            return "yes" if choices.fused_optimizer else "no"
         case "weights":
             return choices.weights
         case "autocast's copies":

@@ -104,7 +104,6 @@ class SearchSpace:
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
         plain = Choices(
             precision=precision,
-            fused_optimizer=self.found.can_fuse,
             generation_cache=not self.found.can_drop_cache,
         )
         for technique in self.suited(Tried.ALWAYS):

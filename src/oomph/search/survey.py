@@ -27,7 +27,6 @@ from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import storage_key, tensors_in
 from oomph.splitting import prove_split
 from oomph.techniques.chunked_loss import find_heads
-from oomph.techniques.fused_optimizer import can_fuse, gap_in_memory
 from oomph.techniques.generation_cache import (
     caching_modules,
     notice_cache,
@@ -89,8 +88,6 @@ class Survey:
     """Number of parameters that have gradients."""
     first: int
     """Number of parameters in the tensor that the optimizer steps first, usually an embedding."""
-    can_fuse: bool
-    """Whether the optimizer has a fused step that the job does not use yet."""
     stepped_whole_because: str
     """Why the optimizer must step all parameters at once; empty if it need not."""
     draws_random_numbers: bool
@@ -165,7 +162,6 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         heads=seen.heads,
         trainable=seen.trainable,
         first=seen.first,
-        can_fuse=seen.can_fuse and not _own_gaps(job),
         stepped_whole_because=_why_stepped_whole(job) or seen.stepped_whole_because,
         draws_random_numbers=seen.draws_random_numbers,
         unsuited=seen.unsuited,
@@ -190,12 +186,6 @@ def _why_stepped_whole(job: Job) -> str:
     """Why the user's optimizer steps as a whole; its copies lose hooks and a replaced step."""
     own = job.optimizer
     return why_not_divided(own) if isinstance(own, torch.optim.Optimizer) else ""
-
-
-def _own_gaps(job: Job) -> bool:
-    """Whether the user's own weights have gaps in their memory, which copies lose."""
-    own = job.optimizer
-    return isinstance(own, torch.optim.Optimizer) and bool(gap_in_memory(own))
 
 
 def _see(job: Job, gpu: GPU | None, seen: _Seen) -> _Seen:
@@ -226,7 +216,6 @@ class _Seen:
         self._caches = caches
         self.keeps_for_generating = False
         self.trainable = self.first = 0
-        self.can_fuse = False
         self.stepped_whole_because = ""
         self.calls: list[Call] = []
         self.families: list[Any] = []
@@ -261,9 +250,6 @@ class _Seen:
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         self.first = next((p.numel() for p in stepped if p.requires_grad), 0)
-        self.can_fuse = can_fuse(optimizer) and not all(
-            group.get("fused") for group in optimizer.param_groups
-        )
         self.stepped_whole_because = why_not_divided(optimizer)
         self.families = families(model)
         self.heads = {
