@@ -25,11 +25,10 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 BLOCKS = {"blocks.0": "keep", "blocks.1": "recompute"}
 MADE = Choices(techniques=on("fused_optimizer"))
 NO_CACHE = Choices(
-    generation_cache=False,
     micro_batch=2,
     head="head",
     loss_chunk=16,
-    techniques=on("fused_optimizer"),
+    techniques=on("fused_optimizer", generation_cache={"dropped": True}),
 )
 ON_THE_HOST = Choices(
     optimizer_on="host",

@@ -38,7 +38,6 @@ from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
 from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.drop_paths import drop_paths, rate_as_tensor
-from oomph.techniques.generation_cache import caching_modules, without_cache
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
 from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
 from oomph.techniques.master_weights import MasterWeights
@@ -49,7 +48,7 @@ from oomph.techniques.optimizer_twin import is_elementwise
 from oomph.techniques.placing import PlacedWeights, move_training
 from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import bucket_bytes, cuts_of
-from oomph.techniques.technique import ApplyContext, Undo, find_module, staying, techniques_of
+from oomph.techniques.technique import ApplyContext, Undo, apply_techniques, find_module, staying
 
 #: Compiles a block whose recompute choice is given; a rehearsal has a stand-in for it.
 Compile = Callable[[nn.Module, str], Undo]
@@ -158,17 +157,13 @@ class Applied:
                 masters = MasterWeights(model, optimizer)
                 do(masters.undo)
             self.stage.masters = masters
-            if not choices.generation_cache:
-                for module in caching_modules(model):
-                    do(without_cache(module))
             context = ApplyContext(
                 model=model,
                 optimizer=optimizer,
                 device_type=self.stage.device_type,
                 choices=choices,
             )
-            for technique, settings in techniques_of(choices):
-                do(technique.apply(settings, context))
+            do(apply_techniques(context))
             if choices.optimizer_on == "host":
                 do(self._place_weights(choices))
             self.stage.pieces = OptimizerPieces(optimizer, masters)

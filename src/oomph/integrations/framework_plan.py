@@ -50,7 +50,6 @@ _MODULE_LEVEL = (
     "head",
     "loss_chunk",
     "cast_cache",
-    "generation_cache",
     "allocator",
 )
 #: Number of samples to check for long ones.
@@ -364,8 +363,7 @@ class Fitted:
         try:
             job = dataclasses.replace(self.job, batch=batch)
             with self.plain_model():
-                caches = self.plan.choices.generation_cache
-                split = prove_split(job, card_of(self.device), caches=caches)
+                split = prove_split(job, card_of(self.device), choices=self.plan.choices)
         finally:
             self._apply(split)
         _refuse_whole(split)

@@ -335,8 +335,6 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
             f"the loss over {choices.loss_chunk} rows of logits at a time; use_liger_kernel has a"
             " loss without logits for the models it knows"
         )
-    if not choices.generation_cache:
-        wanted["use_cache"] = False
     now = {name: _plain(value) for name, value in vars(args).items()}
     for technique, settings in techniques_of(choices):
         arguments = technique.training_arguments(settings, choices, now)

@@ -75,8 +75,6 @@ class Choices:
     """Buckets of state that come from the host before they are stepped, and as many that leave."""
     state_early: int = 0
     """Buckets that come as backward ends, where no step is made before all gradients are known."""
-    generation_cache: bool = True
-    """Whether a model that keeps keys and values for generating does so in training, too."""
     cuda_graph: bool = False
     """Whether the kernels of a micro-batch are launched all at once."""
     allocator: str = ""

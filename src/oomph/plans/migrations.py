@@ -64,6 +64,9 @@ _MOVED_1: Mapping[str, _Moved] = {
     "low_bit_state": _Moved(technique="low_bit_state", setting="enabled"),
 }
 _MOVED_2: Mapping[str, _Moved] = {
+    "generation_cache": _Moved(
+        technique="generation_cache", setting="dropped", off=True, is_opposite=True
+    ),
     "fused_optimizer": _Moved(technique="fused_optimizer", setting="enabled"),
 }
 

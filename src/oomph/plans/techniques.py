@@ -63,6 +63,9 @@ class TechniqueInfo(ABC, Generic[S]):
     belongs_with: ClassVar[tuple[str, ...]] = ()
     """Techniques, or fields of `Choices`, without which it makes no sense: where these are left
     out to price them, it is left out as well."""
+    alters_forward: ClassVar[bool] = False
+    """Whether the model's own code takes other paths with it: what others can do to the model is
+    then found out with it, and it is priced in the job as it is, by itself."""
     runs_in_foreign_loops: ClassVar[bool] = False
     """Whether a training loop that is not oomph's may use it, as that of a Trainer."""
 

@@ -33,8 +33,6 @@ class _Difference:
     with_it: tuple[str, ...] = ()
     """Choices that make no sense without it."""
     fidelity: Fidelity = Fidelity.EXACT
-    is_needed: bool = False
-    """Whether others cannot be without it: it is then priced in the job as it is, by itself."""
 
 
 #: The most bytes alive in a step, and its seconds.
@@ -118,7 +116,7 @@ def _value(one: _Difference, choices: Choices) -> Any:
 
 def _compared(one: _Difference, before: Choices, after: Choices) -> tuple[Choices, Choices]:
     """Two that differ in nothing else: without a difference, and with it."""
-    if one.is_needed:
+    if one.info is not None and one.info.alters_forward:
         alone = Choices(precision=before.precision, micro_batch=before.micro_batch)
         return alone, _taken_over(one, after, alone)
     return _undone(one, before, after), after
@@ -197,7 +195,6 @@ def _differences(after: Choices) -> list[_Difference]:
             technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
         ),
         *_registered(Part.MODEL, after),
-        _Difference(technique="keys and values", field="generation_cache", is_needed=True),
         _Difference(technique="CUDA graph", field="cuda_graph"),
         _Difference(technique="allocator", field="allocator"),
     ]
@@ -241,8 +238,6 @@ def _say(one: _Difference, choices: Choices) -> str:
             return say_place(choices)
         case "weights of blocks":
             return say_weights_away(choices)
-        case "keys and values":
-            return "kept for generating" if choices.generation_cache else "not kept"
         case "CUDA graph":
             return "over a micro-batch" if choices.cuda_graph else "no"
         case _:

@@ -69,7 +69,7 @@ from oomph.search.solver import Solution, leanest, solve
 from oomph.search.space import SearchSpace, stepping_later, tensors_of
 from oomph.search.survey import survey
 from oomph.search.trials import Trials
-from oomph.techniques.technique import Technique, techniques
+from oomph.techniques.technique import Technique, altering_forward, techniques
 from oomph.units import format_bytes, parse_bytes
 
 #: Rows of logits that may exist at a time; the largest number that fits is the fastest.
@@ -605,7 +605,7 @@ class Planner:
         """Raise `CannotSplit` if a part of the batch fails by itself, but the whole does not."""
         if base.micro_batch in (None, self.job.micro_batch):
             return
-        plain = Choices(precision=base.precision, generation_cache=base.generation_cache)
+        plain = dataclasses.replace(altering_forward(base), precision=base.precision)
         for size in (None, base.micro_batch):
             try:
                 tried = dataclasses.replace(plain, micro_batch=size)

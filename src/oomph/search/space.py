@@ -102,10 +102,7 @@ class SearchSpace:
         rounds = self.allow.allows(Fidelity.ROUNDING)
         if precision == "fp32" and self.gpu is not None and rounds:
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
-        plain = Choices(
-            precision=precision,
-            generation_cache=not self.found.can_drop_cache,
-        )
+        plain = Choices(precision=precision)
         for technique in self.suited(Tried.ALWAYS):
             for option in self.options(technique, plain)[:1]:
                 plain = plain.using(technique.name, option)

@@ -74,6 +74,11 @@ class Inspection:
         """Why the model, or its optimizer, cannot have the technique; empty where it can."""
         return ""
 
+    @property
+    def left_alone(self) -> str:
+        """Why blocks stay as they are unless the job has the technique; empty if they may not."""
+        return ""
+
     def rehearsing(self) -> AbstractContextManager[None]:
         """Entered around the rehearsal."""
         return contextlib.nullcontext()
@@ -123,6 +128,14 @@ class Technique(TechniqueInfo[S]):
         return None
 
 
+def apply_techniques(context: ApplyContext) -> Undo:
+    """Apply the techniques of the context's choices that last as long as a run, by name."""
+    with contextlib.ExitStack() as undos:
+        for technique, settings in techniques_of(context.choices):
+            undos.callback(technique.apply(settings, context))
+        return undos.pop_all().close
+
+
 def find_module(model: nn.Module, path: str) -> nn.Module:
     """The submodule at `path`, which a plan names."""
     try:
@@ -140,6 +153,12 @@ def techniques_of(choices: Choices) -> Iterator[tuple[Technique[Any], Settings]]
     """The techniques that are on, with their settings, by name."""
     for name, settings in choices.techniques.items():
         yield _whole(technique_named(name)), settings
+
+
+def altering_forward(choices: Choices) -> Choices:
+    """Only the techniques with which the model's own code takes other paths."""
+    on = {one.name: settings for one, settings in techniques_of(choices) if one.alters_forward}
+    return Choices(techniques=on)
 
 
 def staying(choices: Choices) -> list[str]:
