@@ -343,7 +343,12 @@ def test_dropout_draws_the_same_numbers(name: str, techniques: tuple[str, ...]) 
 )
 def test_dropping_autocasts_copies_changes_no_bit(techniques: tuple[str, ...]) -> None:
     kept, dropped = (
-        choose(CASES["gpt2"], techniques, precision="bf16-mixed", cast_cache=cache)
+        choose(
+            CASES["gpt2"],
+            techniques,
+            precision="bf16-mixed",
+            techniques=on(cast_cache={"dropped": not cache}),
+        )
         for cache in (True, False)
     )
     assert kept is not None
@@ -395,8 +400,7 @@ EVERYTHING = Choices(
     loss_chunk=5,
     optimizer_in_backward=True,
     weights="bf16 with fp32 masters",
-    cast_cache=False,
-    techniques=on("fused_optimizer"),
+    techniques=on("fused_optimizer", cast_cache={"dropped": True}),
 )
 UNDOABLE = {
     **{name: choose(CASES["plain"], (name,)) for name in TECHNIQUES_OF_IMAGES},
@@ -407,7 +411,7 @@ UNDOABLE = {
     "everything lossy": dataclasses.replace(
         EVERYTHING,
         optimizer_in_backward=False,
-        techniques=on("low_bit_state"),
+        techniques=on("low_bit_state", cast_cache={"dropped": True}),
     ),
 }
 

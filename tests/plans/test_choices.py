@@ -23,9 +23,10 @@ ALL = Choices(
     loss_chunk=512,
     optimizer_in_backward=True,
     weights="bf16 with fp32 masters",
-    cast_cache=False,
     allocator="expandable_segments:True",
-    techniques=on("channels_last", "low_bit_state", "fused_optimizer"),
+    techniques=on(
+        "channels_last", "low_bit_state", "fused_optimizer", cast_cache={"dropped": True}
+    ),
 )
 
 
@@ -63,7 +64,7 @@ def test_where_gradients_wait_lasts_as_long_as_a_run() -> None:
 
 
 def test_the_layout_of_images_lasts_as_long_as_a_run() -> None:
-    lasting = on("channels_last", "low_bit_state", "fused_optimizer")
+    lasting = on("channels_last", "low_bit_state", "fused_optimizer", cast_cache={"dropped": True})
     assert ALL.fixed_part.techniques == ALL.techniques == lasting
 
 

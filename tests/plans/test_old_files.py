@@ -63,9 +63,8 @@ PLANS: dict[tuple[int, str], Choices] = {
         precision="bf16-mixed",
         micro_batch=2,
         blocks=BLOCKS,
-        cast_cache=False,
         cuda_graph=True,
-        techniques=on("channels_last", "fused_optimizer"),
+        techniques=on("channels_last", "fused_optimizer", cast_cache={"dropped": True}),
     ),
     (2, "compiled"): Choices(
         precision="bf16-mixed",

@@ -117,7 +117,6 @@ class Applied:
             optimizer=optimizer,
             device_type=device_type,
             scaler=make_scaler(choices.precision, device_type),
-            cast_cache=choices.cast_cache,
             weigher=Weigher(job.normalizer),
             own_micro_batch=job.micro_batch,
             returns_loss=True,
@@ -162,6 +161,7 @@ class Applied:
                 optimizer=optimizer,
                 device_type=self.stage.device_type,
                 choices=choices,
+                stage=self.stage,
             )
             do(apply_techniques(context))
             if choices.optimizer_on == "host":

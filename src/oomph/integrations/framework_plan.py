@@ -49,7 +49,6 @@ _MODULE_LEVEL = (
     "compiled_others",
     "head",
     "loss_chunk",
-    "cast_cache",
     "allocator",
 )
 #: Number of samples to check for long ones.
@@ -390,9 +389,10 @@ class Fitted:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region of the plan's precision; the framework handles the job's own."""
         choices = self.plan.choices
-        if choices.precision == self.job.precision and choices.cast_cache:
+        cast_cache = self._stage.cast_cache
+        if choices.precision == self.job.precision and cast_cache:
             return contextlib.nullcontext()
-        return autocast(choices.precision, self.device.type, cast_cache=choices.cast_cache)
+        return autocast(choices.precision, self.device.type, cast_cache=cast_cache)
 
     def memory(self) -> dict[str, float]:
         """The peak of PyTorch's allocated memory in GiB, for the framework's logger."""

@@ -53,8 +53,6 @@ class Choices:
     """Rows of logits that exist at a time."""
     optimizer_in_backward: bool = False
     weights: Weights = "own"
-    cast_cache: bool = True
-    """Whether autocast keeps its half-precision copies of the weights for a whole forward."""
     optimizer_on: Place = "gpu"
     """Where the optimizer's state, and masters where there are, wait between steps."""
     weights_away: tuple[str, ...] = ()

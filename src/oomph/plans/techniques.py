@@ -47,6 +47,7 @@ class Part(StrEnum):
     """What of a job a technique works on, in the order in which a plan's diff lists it."""
 
     OPTIMIZER = "optimizer"
+    PRECISION = "precision"
     MODEL = "model"
 
 

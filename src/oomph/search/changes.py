@@ -157,7 +157,7 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="precision",
             field="precision",
-            with_it=("weights", "cast_cache"),
+            with_it=("weights",),
             fidelity=Fidelity.ROUNDING,
         ),
         _Difference(technique="micro-batch", field="micro_batch"),
@@ -172,8 +172,7 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(technique="optimizer in backward", field="optimizer_in_backward"),
         *_registered(Part.OPTIMIZER, after),
         _Difference(technique="weights", field="weights", fidelity=Fidelity.ROUNDING),
-        # Where a weight is used twice, its gradients are then added before they are rounded.
-        _Difference(technique="autocast's copies", field="cast_cache", fidelity=Fidelity.ROUNDING),
+        *_registered(Part.PRECISION, after),
         _Difference(
             technique="optimizer",
             field="optimizer_on",
@@ -232,8 +231,6 @@ def _say(one: _Difference, choices: Choices) -> str:
             return "yes" if choices.optimizer_in_backward else "no"
         case "weights":
             return choices.weights
-        case "autocast's copies":
-            return "kept" if choices.cast_cache else "dropped"
         case "optimizer":
             return say_place(choices)
         case "weights of blocks":

@@ -109,8 +109,6 @@ class SearchSpace:
         base = self.with_size(plain, size)
         own = self._compiled(base)
         variants = [own]
-        if precision in ("bf16-mixed", "fp16-mixed") and rounds and not own.compiled:
-            variants.append(dataclasses.replace(own, cast_cache=False))
         if precision == "bf16-mixed" and rounds and self.found.steps_per_parameter:
             # First, so that they are heard here: what leaves the GPU later is like them.
             variants.insert(0, self._compiled(dataclasses.replace(base, weights=MASTERS)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -50,6 +50,12 @@ class SearchContext:
     """What is chosen so far, to which the technique would be added."""
 
 
+class StepSettings(Protocol):
+    """What a technique may set of the step; see `oomph.engine.step.Stage`."""
+
+    cast_cache: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class ApplyContext:
     """What a technique is applied to."""
@@ -59,6 +65,8 @@ class ApplyContext:
     device_type: str
     choices: Choices
     """All that is applied, for what the technique has to know of others."""
+    stage: StepSettings | None = None
+    """What runs the step; None where the model is only looked at."""
 
     @property
     def blocks(self) -> list[nn.Module]:
