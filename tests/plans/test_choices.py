@@ -23,9 +23,12 @@ ALL = Choices(
     loss_chunk=512,
     optimizer_in_backward=True,
     weights="bf16 with fp32 masters",
-    allocator="expandable_segments:True",
     techniques=on(
-        "channels_last", "low_bit_state", "fused_optimizer", cast_cache={"dropped": True}
+        "channels_last",
+        "low_bit_state",
+        "fused_optimizer",
+        cast_cache={"dropped": True},
+        allocator_settings={"conf": "expandable_segments:True"},
     ),
 )
 
@@ -63,9 +66,14 @@ def test_where_gradients_wait_lasts_as_long_as_a_run() -> None:
     assert none_leave.leaves and not none_leave.waits_on_disk
 
 
-def test_the_layout_of_images_lasts_as_long_as_a_run() -> None:
+def test_techniques_last_as_long_as_a_run_but_for_those_that_can_be_switched() -> None:
     lasting = on("channels_last", "low_bit_state", "fused_optimizer", cast_cache={"dropped": True})
-    assert ALL.fixed_part.techniques == ALL.techniques == lasting
+    assert ALL.fixed_part.techniques == ALL.without_switchable.techniques == lasting
+    assert ALL.techniques.keys() - lasting.keys() == {"allocator_settings"}
+
+
+def test_what_changes_no_tensor_can_be_left_out() -> None:
+    assert ALL.concerning_tensors == dataclasses.replace(ALL, techniques=ALL.fixed_part.techniques)
 
 
 def test_where_blocks_are_offloaded_to_can_be_switched() -> None:

@@ -51,9 +51,10 @@ PLANS: dict[tuple[int, str], Choices] = {
     (1, "lossy"): Choices(
         precision="bf16-mixed",
         compiled=True,
-        techniques=on("fp8_products", "low_bit_state"),
         blocks=BLOCKS,
-        allocator="expandable_segments:True",
+        techniques=on(
+            "fp8_products", "low_bit_state", allocator_settings={"conf": "expandable_segments:True"}
+        ),
     ),
     (1, "no_cache"): NO_CACHE,
     (1, "on_the_host"): ON_THE_HOST,
@@ -71,8 +72,9 @@ PLANS: dict[tuple[int, str], Choices] = {
         compiled=True,
         compiled_others=("mix",),
         blocks=BLOCKS,
-        techniques=on("fp8_products", "low_bit_state"),
-        allocator="expandable_segments:True",
+        techniques=on(
+            "fp8_products", "low_bit_state", allocator_settings={"conf": "expandable_segments:True"}
+        ),
     ),
     (2, "no_cache"): NO_CACHE,
     (2, "on_the_host"): ON_THE_HOST,

@@ -32,8 +32,7 @@ AFTER = Choices(
     blocks={"1": RECOMPUTE, "2": "recompute saving product#0"},
     compiled=True,
     weights="bf16 with fp32 masters",
-    allocator="expandable_segments:True",
-    techniques=on("fused_optimizer"),
+    techniques=on("fused_optimizer", allocator_settings={"conf": "expandable_segments:True"}),
 )
 
 
@@ -92,7 +91,7 @@ def test_every_choice_that_differs_is_one_change() -> None:
         ("recompute", {"blocks": BLOCKS}),
         ("compile", {"compiled": False}),
         ("weights", {"weights": "own"}),
-        ("allocator", {"allocator": ""}),
+        ("allocator", {"techniques": on("fused_optimizer")}),
     ],
 )
 def test_a_change_is_worth_the_difference_of_two_rehearsals(

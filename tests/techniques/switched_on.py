@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from oomph.plans.choices import Choices
-from oomph.plans.techniques import Settings, read_settings
+from oomph.plans.techniques import Settings, read_settings, technique_named
 
 
 def on(*names: str, **told: Mapping[str, Any]) -> dict[str, Settings]:
@@ -20,3 +20,9 @@ def with_on(choices: Choices, *names: str, **told: Mapping[str, Any]) -> Choices
     for name, settings in on(*names, **told).items():
         choices = choices.using(name, settings)
     return choices
+
+
+def allocator_conf(choices: Choices) -> str:
+    """What the allocator is told."""
+    told: str = choices.settings(technique_named("allocator_settings")).as_dict()["conf"]
+    return told

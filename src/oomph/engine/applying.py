@@ -31,7 +31,7 @@ from oomph.plans.choices import (
     on_the_gpu,
     saved_ops,
 )
-from oomph.techniques.allocator_settings import set_allocator
+from oomph.plans.techniques import Part, Settings
 from oomph.techniques.autocast import make_scaler, use_tf32
 from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.compiled_blocks import compile_block
@@ -48,7 +48,15 @@ from oomph.techniques.optimizer_twin import is_elementwise
 from oomph.techniques.placing import PlacedWeights, move_training
 from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import bucket_bytes, cuts_of
-from oomph.techniques.technique import ApplyContext, Undo, apply_techniques, find_module, staying
+from oomph.techniques.technique import (
+    ApplyContext,
+    Undo,
+    apply_techniques,
+    find_module,
+    staying,
+    techniques_of,
+    whole_technique,
+)
 
 #: Compiles a block whose recompute choice is given; a rehearsal has a stand-in for it.
 Compile = Callable[[nn.Module, str], Undo]
@@ -146,7 +154,7 @@ class Applied:
             do(put_aside(model))
             do(self._close_link)
             do(self._change_parts, ())
-            self._change_parts([part for part in parts if part.technique == _ALLOCATOR])
+            self._change_parts([part for part in parts if part.comes_first])
             if choices.precision == "tf32":
                 do(use_tf32())
             if choices.optimizer_on == "gpu":
@@ -156,14 +164,7 @@ class Applied:
                 masters = MasterWeights(model, optimizer)
                 do(masters.undo)
             self.stage.masters = masters
-            context = ApplyContext(
-                model=model,
-                optimizer=optimizer,
-                device_type=self.stage.device_type,
-                choices=choices,
-                stage=self.stage,
-            )
-            do(apply_techniques(context))
+            do(apply_techniques(self._context(choices)))
             if choices.optimizer_on == "host":
                 do(self._place_weights(choices))
             self.stage.pieces = OptimizerPieces(optimizer, masters)
@@ -172,6 +173,16 @@ class Applied:
             if choices.optimizer_on == "host":
                 do(self._move_optimizer(choices))
             return undos.pop_all()
+
+    def _context(self, choices: Choices) -> ApplyContext:
+        assert self.stage.optimizer is not None
+        return ApplyContext(
+            model=self.stage.model,
+            optimizer=self.stage.optimizer,
+            device_type=self.stage.device_type,
+            choices=choices,
+            stage=self.stage,
+        )
 
     @contextlib.contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -228,8 +239,8 @@ class Applied:
                     self._parts[part] = undos.pop_all().close
 
     def _apply_part(self, part: _Part, do: Callable[[Undo], Any]) -> None:
-        if part.technique == _ALLOCATOR:
-            do(set_allocator(part.how))
+        if part.settings is not None:
+            do(whole_technique(part.technique).apply(part.settings, self._context(self.choices)))
             return
         if part.technique == _IN_BACKWARD:
             self._step_in_backward(do)
@@ -398,7 +409,7 @@ class Applied:
         do(forget)
 
 
-_ALLOCATOR, _BLOCK, _COMPILED = "allocator", "block", "compiled"
+_BLOCK, _COMPILED = "block", "compiled"
 _AWAY, _OFFLOADED = "weights away", "offloaded"
 _HEAD, _IN_BACKWARD, _GRAPH = "head", "in backward", "graph"
 
@@ -412,11 +423,20 @@ class _Part:
     how: str = ""
     where: str = ""
     """Where what an offloaded block saves goes."""
+    settings: Settings | None = None
+    """Of a registered technique that may be switched."""
+    comes_first: bool = False
+    """Whether it goes before all else that is applied."""
 
 
 def _parts(choices: Choices) -> list[_Part]:
     kind = _COMPILED if choices.compiled else _BLOCK
-    parts = [_Part(technique=_ALLOCATOR, how=choices.allocator)] if choices.allocator else []
+    switched = [
+        _Part(technique=one.name, settings=told, comes_first=one.changes is Part.PROCESS)
+        for one, told in techniques_of(choices)
+        if one.can_be_switched
+    ]
+    parts = [part for part in switched if part.comes_first]
     parts += [
         _Part(technique=kind, path=path, how=on_the_gpu(how))
         for path, how in choices.blocks.items()
@@ -432,6 +452,7 @@ def _parts(choices: Choices) -> list[_Part]:
         parts.append(_Part(technique=_HEAD, path=choices.head, how=str(choices.loss_chunk)))
     if choices.optimizer_in_backward:
         parts.append(_Part(technique=_IN_BACKWARD))
+    parts += [part for part in switched if not part.comes_first]
     if choices.cuda_graph:
         # What was captured is good for nothing once anything else has changed.
         parts.append(_Part(technique=_GRAPH, how=str(choices)))

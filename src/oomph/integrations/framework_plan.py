@@ -49,7 +49,6 @@ _MODULE_LEVEL = (
     "compiled_others",
     "head",
     "loss_chunk",
-    "allocator",
 )
 #: Number of samples to check for long ones.
 _LOOKED_AT = 2048

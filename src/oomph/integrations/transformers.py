@@ -341,8 +341,6 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
         if arguments is None:
             left_out.append(technique.elsewhere(settings))
         wanted |= arguments or {}
-    if choices.allocator:
-        left_out.append(f"PYTORCH_CUDA_ALLOC_CONF={choices.allocator}, set before the start")
     changes = {
         name: (before, after)
         for name, after in wanted.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -75,8 +75,6 @@ class Choices:
     """Buckets that come as backward ends, where no step is made before all gradients are known."""
     cuda_graph: bool = False
     """Whether the kernels of a micro-batch are launched all at once."""
-    allocator: str = ""
-    """Settings for PYTORCH_CUDA_ALLOC_CONF."""
     techniques: Mapping[str, Settings] = field(default_factory=dict)
     """By name: the settings of each registered technique that is on."""
 
@@ -193,8 +191,22 @@ class Choices:
             loss_chunk=None,
             optimizer_in_backward=False,
             cuda_graph=False,
-            allocator="",
+            techniques=self._techniques_that(lambda one: not one.can_be_switched),
         )
+
+    @property
+    def concerning_tensors(self) -> Choices:
+        """Without the techniques that change no tensor."""
+        techniques = self._techniques_that(lambda one: one.concerns_tensors)
+        return dataclasses.replace(self, techniques=techniques)
+
+    @property
+    def without_switchable(self) -> Choices:
+        """Without the techniques that may come and go while a run goes on."""
+        return dataclasses.replace(self, techniques=self.fixed_part.techniques)
+
+    def _techniques_that(self, stay: Callable[[TechniqueInfo[Any]], bool]) -> dict[str, Settings]:
+        return {name: told for name, told in self.techniques.items() if stay(technique_named(name))}
 
     def as_dict(self) -> dict[str, Any]:
         """The choices as plain JSON; these keys stay."""

@@ -49,6 +49,8 @@ class Part(StrEnum):
     OPTIMIZER = "optimizer"
     PRECISION = "precision"
     MODEL = "model"
+    PROCESS = "process"
+    """What all of PyTorch in the process does: it is changed before anything else."""
 
 
 class TechniqueInfo(ABC, Generic[S]):
@@ -64,6 +66,11 @@ class TechniqueInfo(ABC, Generic[S]):
     belongs_with: ClassVar[tuple[str, ...]] = ()
     """Techniques, or fields of `Choices`, without which it makes no sense: where these are left
     out to price them, it is left out as well."""
+    can_be_switched: ClassVar[bool] = False
+    """Whether it may come and go while a run goes on: it changes how numbers are computed, and not
+    what they are made of."""
+    concerns_tensors: ClassVar[bool] = True
+    """Whether it changes which tensors there are, or when; without, it is not worth rehearsing."""
     alters_forward: ClassVar[bool] = False
     """Whether the model's own code takes other paths with it: what others can do to the model is
     then found out with it, and it is priced in the job as it is, by itself."""
@@ -87,6 +94,10 @@ class TechniqueInfo(ABC, Generic[S]):
         """Arguments of transformers that do the same, given those there are now; None where no
         argument does, which is then said in the words of `elsewhere`."""
         return None
+
+    def typed(self, settings: S) -> str:
+        """The settings as people type them where there is no plan; empty if they cannot."""
+        return ""
 
     def elsewhere(self, settings: S) -> str:
         """What it does, and what comes near it, for a tool that has no argument for it."""

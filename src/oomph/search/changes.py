@@ -119,13 +119,9 @@ def _compared(one: _Difference, before: Choices, after: Choices) -> tuple[Choice
     if one.info is not None and one.info.alters_forward:
         alone = Choices(precision=before.precision, micro_batch=before.micro_batch)
         return alone, _taken_over(one, after, alone)
-    return _undone(one, before, after), after
-
-
-def _undone(one: _Difference, before: Choices, after: Choices) -> Choices:
-    """`after` without one of its differences."""
-    # How the allocator caches is no tensor's business.
-    return dataclasses.replace(_taken_over(one, before, after), allocator=after.allocator)
+    if one.info is not None and not one.info.concerns_tensors:
+        return after, after
+    return _taken_over(one, before, after), after
 
 
 def _taken_over(one: _Difference, given: Choices, to: Choices) -> Choices:
@@ -138,6 +134,14 @@ def _taken_over(one: _Difference, given: Choices, to: Choices) -> Choices:
     return dataclasses.replace(
         to, **{name: getattr(given, name) for name in names}, techniques=techniques
     )
+
+
+def typed_elsewhere(technique: str, choices: Choices) -> str:
+    """What a technique of a plan's diff is told, as people type it; empty if they cannot."""
+    for info in all_techniques():
+        if info.title == technique:
+            return info.typed(choices.settings(info))
+    return ""
 
 
 def settings_shown(technique: str, choices: Choices) -> dict[str, Any]:
@@ -195,7 +199,7 @@ def _differences(after: Choices) -> list[_Difference]:
         ),
         *_registered(Part.MODEL, after),
         _Difference(technique="CUDA graph", field="cuda_graph"),
-        _Difference(technique="allocator", field="allocator"),
+        *_registered(Part.PROCESS, after),
     ]
 
 
@@ -238,7 +242,7 @@ def _say(one: _Difference, choices: Choices) -> str:
         case "CUDA graph":
             return "over a micro-batch" if choices.cuda_graph else "no"
         case _:
-            return choices.allocator or "default"
+            raise AssertionError(one.technique)
 
 
 def say_place(choices: Choices) -> str:

@@ -139,7 +139,7 @@ class Technique(TechniqueInfo[S]):
 def apply_techniques(context: ApplyContext) -> Undo:
     """Apply the techniques of the context's choices that last as long as a run, by name."""
     with contextlib.ExitStack() as undos:
-        for technique, settings in techniques_of(context.choices):
+        for technique, settings in techniques_of(context.choices.without_switchable):
             undos.callback(technique.apply(settings, context))
         return undos.pop_all().close
 
@@ -154,13 +154,13 @@ def find_module(model: nn.Module, path: str) -> nn.Module:
 
 def techniques() -> list[Technique[Any]]:
     """Every technique that is registered, by name."""
-    return [_whole(one) for one in all_techniques()]
+    return [whole_technique(one.name) for one in all_techniques()]
 
 
 def techniques_of(choices: Choices) -> Iterator[tuple[Technique[Any], Settings]]:
     """The techniques that are on, with their settings, by name."""
     for name, settings in choices.techniques.items():
-        yield _whole(technique_named(name)), settings
+        yield whole_technique(name), settings
 
 
 def altering_forward(choices: Choices) -> Choices:
@@ -188,6 +188,8 @@ def allowed_options(
     ]
 
 
-def _whole(info: TechniqueInfo[Any]) -> Technique[Any]:
-    assert isinstance(info, Technique)  # whatever registers itself is one
-    return info
+def whole_technique(name: str) -> Technique[Any]:
+    """The technique of this name, with all there is to it."""
+    found = technique_named(name)
+    assert isinstance(found, Technique)  # whatever registers itself is one
+    return found
