@@ -68,8 +68,8 @@ def plan() -> Plan:
             gradient_room=1000,
             weights_away=("blocks.0",),
             techniques={
-                "allocator_settings": read_settings(
-                    "allocator_settings", {"conf": "expandable_segments:True"}
+                "cuda_allocator": read_settings(
+                    "cuda_allocator", {"conf": "expandable_segments:True"}
                 )
             },
         ),
@@ -183,7 +183,7 @@ SNAPSHOT: dict[str, Any] = {
         {"action": "free_completed", "addr": 2, "size": 5 * MIB, "stream": 0, "frames": _STACK},
         {"action": "oom", "size": 50 * MIB, "device_free": 7, "frames": _STACK},
     ], []],
-    "allocator_settings": {"expandable_segments": False, "ratio": 0.5},
+    "cuda_allocator": {"expandable_segments": False, "ratio": 0.5},
 }  # fmt: skip
 
 

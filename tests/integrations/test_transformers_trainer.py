@@ -430,7 +430,7 @@ def test_plain_arguments_keep_the_global_batch_and_say_what_they_cannot(
         head="lm_head",
         loss_chunk=64,
         precision="bf16-mixed",
-        techniques=on("fused_optimizer", allocator_settings={"conf": "expandable_segments:True"}),
+        techniques=on("fused_optimizer", cuda_allocator={"conf": "expandable_segments:True"}),
     )
     plain = plain_arguments(plan, args, said)
     assert plain.per_device_train_batch_size * plain.gradient_accumulation_steps == 24

@@ -53,7 +53,7 @@ PLANS: dict[tuple[int, str], Choices] = {
         compiled=True,
         blocks=BLOCKS,
         techniques=on(
-            "fp8_products", "low_bit_state", allocator_settings={"conf": "expandable_segments:True"}
+            "fp8_products", "low_bit_state", cuda_allocator={"conf": "expandable_segments:True"}
         ),
     ),
     (1, "no_cache"): NO_CACHE,
@@ -64,8 +64,9 @@ PLANS: dict[tuple[int, str], Choices] = {
         precision="bf16-mixed",
         micro_batch=2,
         blocks=BLOCKS,
-        cuda_graph=True,
-        techniques=on("channels_last", "fused_optimizer", cast_cache={"dropped": True}),
+        techniques=on(
+            "channels_last", "fused_optimizer", "cuda_graph", cast_cache={"dropped": True}
+        ),
     ),
     (2, "compiled"): Choices(
         precision="bf16-mixed",
@@ -73,7 +74,7 @@ PLANS: dict[tuple[int, str], Choices] = {
         compiled_others=("mix",),
         blocks=BLOCKS,
         techniques=on(
-            "fp8_products", "low_bit_state", allocator_settings={"conf": "expandable_segments:True"}
+            "fp8_products", "low_bit_state", cuda_allocator={"conf": "expandable_segments:True"}
         ),
     ),
     (2, "no_cache"): NO_CACHE,
@@ -138,7 +139,7 @@ def test_a_plan_of_no_version_of_ours_is_refused_by_name(version: Any) -> None:
 
 def test_fields_of_version_1_are_no_fields_of_the_next() -> None:
     choices = old(1, "channels_last")["choices"]
-    with pytest.raises(BadInput, match="'attention_rows' is no choice of a plan"):
+    with pytest.raises(BadInput, match="'allocator' is no choice of a plan"):
         Choices.from_dict(choices)
     assert Choices.from_dict(migrate_choices(choices, 1)) == PLANS[1, "channels_last"]
 

@@ -612,7 +612,7 @@ def plan() -> Plan:
         compiled_others=("norm",),
         head="head",
         loss_chunk=512,
-        techniques=on(allocator_settings={"conf": "expandable_segments:True"}),
+        techniques=on(cuda_allocator={"conf": "expandable_segments:True"}),
     )
     return a_plan(Net(), choices)
 

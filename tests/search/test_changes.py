@@ -32,7 +32,7 @@ AFTER = Choices(
     blocks={"1": RECOMPUTE, "2": "recompute saving product#0"},
     compiled=True,
     weights="bf16 with fp32 masters",
-    techniques=on("fused_optimizer", allocator_settings={"conf": "expandable_segments:True"}),
+    techniques=on("fused_optimizer", cuda_allocator={"conf": "expandable_segments:True"}),
 )
 
 
@@ -107,7 +107,7 @@ def test_a_change_is_worth_the_difference_of_two_rehearsals(
 
 def test_what_a_graph_keeps_for_its_replays_is_taken() -> None:
     before = dataclasses.replace(BEFORE, micro_batch=2)
-    (graph,) = described(job(), before, dataclasses.replace(before, cuda_graph=True))
+    (graph,) = described(job(), before, with_on(before, "cuda_graph"))
     assert graph.technique == "CUDA graph"
     # The same kernels need the same memory, beside workspaces for products of the graph's own.
     workspaces = 72 << 20

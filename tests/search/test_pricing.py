@@ -73,7 +73,7 @@ def test_beside_a_check_less_is_priced_here(here: list[Choices]) -> None:
     one.begin_beside_a_check(PLAN, WANTED)
     assert EAGER in beside(second) and len(beside(second)) == 3
     # The check decides by which settings of the allocator it is a plan.
-    settled = [with_on(w, allocator_settings={"conf": "expandable_segments:True"}) for w in WANTED]
+    settled = [with_on(w, cuda_allocator={"conf": "expandable_segments:True"}) for w in WANTED]
     assert one.price_all(settled) == [worth(w) for w in WANTED]
     assert len(here) == 1
 

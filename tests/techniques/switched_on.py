@@ -24,5 +24,5 @@ def with_on(choices: Choices, *names: str, **told: Mapping[str, Any]) -> Choices
 
 def allocator_conf(choices: Choices) -> str:
     """What the allocator is told."""
-    told: str = choices.settings(technique_named("allocator_settings")).as_dict()["conf"]
+    told: str = choices.settings(technique_named("cuda_allocator")).as_dict()["conf"]
     return told

@@ -35,7 +35,7 @@ from oomph.plans.techniques import Part, Settings
 from oomph.techniques.autocast import make_scaler, use_tf32
 from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.compiled_blocks import compile_block
-from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
+from oomph.techniques.cuda_graph import Capture, capture_on_the_card
 from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.drop_paths import drop_paths, rate_as_tensor
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
@@ -182,6 +182,7 @@ class Applied:
             device_type=self.stage.device_type,
             choices=choices,
             stage=self.stage,
+            capture=self._capture_with,
         )
 
     @contextlib.contextmanager
@@ -244,9 +245,6 @@ class Applied:
             return
         if part.technique == _IN_BACKWARD:
             self._step_in_backward(do)
-            return
-        if part.technique == _GRAPH:
-            self._capture_parts(do)
             return
         if part.technique == _AWAY:
             assert self._placed is not None and self._placed.streamed is not None
@@ -377,20 +375,6 @@ class Applied:
 
         return undo
 
-    def _capture_parts(self, do: Callable[[Undo], Any]) -> None:
-        stage = self.stage
-        assert stage.optimizer is not None
-        if stage.device_type == "cpu" or stage.scaler is not None:
-            return  # the CPU launches nothing; a scaler's numbers have no lasting place
-        graph = GraphedParts(stage.optimizer, self._capture_with)
-        do(graph.undo)
-
-        def forget() -> None:
-            stage.graph = None
-
-        stage.graph = graph
-        do(forget)
-
     def _step_in_backward(self, do: Callable[[Undo], Any]) -> None:
         stage = self.stage
         assert stage.optimizer is not None
@@ -411,7 +395,7 @@ class Applied:
 
 _BLOCK, _COMPILED = "block", "compiled"
 _AWAY, _OFFLOADED = "weights away", "offloaded"
-_HEAD, _IN_BACKWARD, _GRAPH = "head", "in backward", "graph"
+_HEAD, _IN_BACKWARD = "head", "in backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,7 +416,12 @@ class _Part:
 def _parts(choices: Choices) -> list[_Part]:
     kind = _COMPILED if choices.compiled else _BLOCK
     switched = [
-        _Part(technique=one.name, settings=told, comes_first=one.changes is Part.PROCESS)
+        _Part(
+            technique=one.name,
+            how=str(choices) if one.rests_on_all else "",
+            settings=told,
+            comes_first=one.changes is Part.PROCESS,
+        )
         for one, told in techniques_of(choices)
         if one.can_be_switched
     ]
@@ -452,11 +441,8 @@ def _parts(choices: Choices) -> list[_Part]:
         parts.append(_Part(technique=_HEAD, path=choices.head, how=str(choices.loss_chunk)))
     if choices.optimizer_in_backward:
         parts.append(_Part(technique=_IN_BACKWARD))
-    parts += [part for part in switched if not part.comes_first]
-    if choices.cuda_graph:
-        # What was captured is good for nothing once anything else has changed.
-        parts.append(_Part(technique=_GRAPH, how=str(choices)))
-    return parts
+    later = [part for part in switched if not part.comes_first]
+    return parts + sorted(later, key=lambda part: bool(part.how))
 
 
 def _around(changed: Collection[_Part], applied: Collection[_Part]) -> set[_Part]:

@@ -64,11 +64,12 @@ _MOVED_1: Mapping[str, _Moved] = {
     "low_bit_state": _Moved(technique="low_bit_state", setting="enabled"),
 }
 _MOVED_2: Mapping[str, _Moved] = {
-    "allocator": _Moved(technique="allocator_settings", setting="conf", off=""),
+    "allocator": _Moved(technique="cuda_allocator", setting="conf", off=""),
     "cast_cache": _Moved(technique="cast_cache", setting="dropped", off=True, is_opposite=True),
     "generation_cache": _Moved(
         technique="generation_cache", setting="dropped", off=True, is_opposite=True
     ),
+    "cuda_graph": _Moved(technique="cuda_graph", setting="enabled"),
     "fused_optimizer": _Moved(technique="fused_optimizer", setting="enabled"),
 }
 

@@ -49,6 +49,7 @@ class Part(StrEnum):
     OPTIMIZER = "optimizer"
     PRECISION = "precision"
     MODEL = "model"
+    LAUNCHES = "launches"
     PROCESS = "process"
     """What all of PyTorch in the process does: it is changed before anything else."""
 
@@ -69,6 +70,11 @@ class TechniqueInfo(ABC, Generic[S]):
     can_be_switched: ClassVar[bool] = False
     """Whether it may come and go while a run goes on: it changes how numbers are computed, and not
     what they are made of."""
+    rests_on_all: ClassVar[bool] = False
+    """Whether what it made is good for nothing once anything else has changed: one that can be
+    switched is then applied last, and applied again after any switch."""
+    launches_at_once: ClassVar[bool] = False
+    """Whether the kernels of a micro-batch are launched all at once, as one."""
     concerns_tensors: ClassVar[bool] = True
     """Whether it changes which tensors there are, or when; without, it is not worth rehearsing."""
     alters_forward: ClassVar[bool] = False

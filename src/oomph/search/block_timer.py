@@ -62,7 +62,6 @@ class BlockTimer:
                 choices.without_switchable,
                 blocks=dict.fromkeys(paths, option),
                 optimizer_in_backward=False,
-                cuda_graph=False,
             )
             with self._applied(applied, device) as stage:
                 for path in paths:
@@ -91,7 +90,7 @@ class BlockTimer:
             part = split_batch(part, choices.micro_batch)[0]
         device = next(self.model.parameters()).device
         bare = dataclasses.replace(
-            choices.without_switchable, blocks={}, optimizer_in_backward=False, cuda_graph=False
+            choices.without_switchable, blocks={}, optimizer_in_backward=False
         )
         try:
             with self._applied(bare, device) as stage, torch.no_grad(), _autocast(stage):

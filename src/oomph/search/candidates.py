@@ -83,7 +83,7 @@ def kind_of(choices: Choices) -> Kind:
     A graph has a pool of its own; what leaves the GPU is there for a while on its way.
     """
     return (
-        choices.cuda_graph,
+        choices.launched_at_once,
         choices.leaves,
         choices.micro_batch if choices.leaves else None,
         choices.gradient_room,

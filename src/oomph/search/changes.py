@@ -198,7 +198,7 @@ def _differences(after: Choices) -> list[_Difference]:
             technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
         ),
         *_registered(Part.MODEL, after),
-        _Difference(technique="CUDA graph", field="cuda_graph"),
+        *_registered(Part.LAUNCHES, after),
         *_registered(Part.PROCESS, after),
     ]
 
@@ -239,8 +239,6 @@ def _say(one: _Difference, choices: Choices) -> str:
             return say_place(choices)
         case "weights of blocks":
             return say_weights_away(choices)
-        case "CUDA graph":
-            return "over a micro-batch" if choices.cuda_graph else "no"
         case _:
             raise AssertionError(one.technique)
 

@@ -32,7 +32,7 @@ class ConfiguredAllocatorSettings(Settings):
 class ConfiguredAllocator(Technique[ConfiguredAllocatorSettings]):
     """The allocator reserves memory in another way; a check finds out by replays which is best."""
 
-    name = "allocator_settings"
+    name = "cuda_allocator"
     title = "allocator"
     settings = ConfiguredAllocatorSettings
     changes = Part.PROCESS

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from oomph.jobs.job import Job
 from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
 from oomph.plans.techniques import S, Settings, TechniqueInfo, all_techniques, technique_named
+
+if TYPE_CHECKING:
+    from oomph.techniques.cuda_graph import Capture, GraphedParts
 
 #: Takes a technique back; calling it again does nothing.
 Undo = Callable[[], None]
@@ -36,6 +39,8 @@ class Tried(StrEnum):
     """It is taken wherever it applies, with its first option: it costs nothing."""
     AS_VARIANT = "as variant"
     """Each option is a variant of the job, profiled beside those without."""
+    AS_ONE_LAUNCH = "as one launch"
+    """Its first option is another solution beside each without it: a micro-batch is one launch."""
     ON_TOP = "on top"
     """Options are rehearsed on top of the best plan without, and kept if that is faster or fits."""
 
@@ -54,6 +59,8 @@ class StepSettings(Protocol):
     """What a technique may set of the step; see `oomph.engine.step.Stage`."""
 
     cast_cache: bool
+    graph: GraphedParts | None
+    scaler: torch.amp.GradScaler | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,8 @@ class ApplyContext:
     """All that is applied, for what the technique has to know of others."""
     stage: StepSettings | None = None
     """What runs the step; None where the model is only looked at."""
+    capture: Capture | None = None
+    """Captures what a micro-batch launches; a rehearsal has its own."""
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -161,6 +170,15 @@ def techniques_of(choices: Choices) -> Iterator[tuple[Technique[Any], Settings]]
     """The techniques that are on, with their settings, by name."""
     for name, settings in choices.techniques.items():
         yield whole_technique(name), settings
+
+
+def in_one_launch(context: SearchContext) -> Choices | None:
+    """The choices with a technique that makes a micro-batch one launch; None where none applies."""
+    for technique in techniques():
+        if technique.tried is Tried.AS_ONE_LAUNCH and not technique.why_not(context):
+            for option in technique.options(context)[:1]:
+                return context.choices.using(technique.name, option)
+    return None
 
 
 def altering_forward(choices: Choices) -> Choices:
