@@ -62,6 +62,8 @@ class TechniqueInfo(ABC, Generic[S]):
     title: ClassVar[str]
     """As a plan's diff calls it."""
     settings: type[S]
+    words: ClassVar[tuple[str, str]] = ("no", "yes")
+    """How off and on are said where there is no more to say."""
     changes: ClassVar[Part] = Part.MODEL
     """What it works on; a plan's diff lists what works on the same together."""
     belongs_with: ClassVar[tuple[str, ...]] = ()
@@ -83,9 +85,9 @@ class TechniqueInfo(ABC, Generic[S]):
     runs_in_foreign_loops: ClassVar[bool] = False
     """Whether a training loop that is not oomph's may use it, as that of a Trainer."""
 
-    @abstractmethod
     def say(self, settings: S) -> str:
         """The settings in the words of the plan's diff, also where they are off."""
+        return self.words[not settings.are_off]
 
     @abstractmethod
     def fidelity(self, settings: S, precision: str) -> Fidelity:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -33,14 +33,12 @@ class CastCache(Technique[CastCacheSettings]):
 
     name = "cast_cache"
     title = "autocast's copies"
+    words = ("kept", "dropped")
     settings = CastCacheSettings
     changes = Part.PRECISION
     belongs_with = ("precision",)
     tried = Tried.AS_VARIANT
     runs_in_foreign_loops = True
-
-    def say(self, settings: CastCacheSettings) -> str:
-        return "dropped" if settings.dropped else "kept"
 
     def elsewhere(self, settings: CastCacheSettings) -> str:
         return "autocast without its cache of weights"
@@ -55,9 +53,6 @@ class CastCache(Technique[CastCacheSettings]):
         if context.choices.weights != "own":
             return "the weights are in half precision themselves"
         return "compiled blocks make their own copies" if context.choices.compiled else ""
-
-    def options(self, context: SearchContext) -> Sequence[CastCacheSettings]:
-        return [CastCacheSettings(dropped=True)]
 
     def apply(self, settings: CastCacheSettings, context: ApplyContext) -> Undo:
         stage = context.stage

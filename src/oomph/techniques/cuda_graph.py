@@ -52,15 +52,13 @@ class CUDAGraph(Technique[CUDAGraphSettings]):
 
     name = "cuda_graph"
     title = "CUDA graph"
+    words = ("no", "over a micro-batch")
     settings = CUDAGraphSettings
     changes = Part.LAUNCHES
     tried = Tried.AS_ONE_LAUNCH
     can_be_switched = True
     rests_on_all = True
     launches_at_once = True
-
-    def say(self, settings: CUDAGraphSettings) -> str:
-        return "over a micro-batch" if settings.enabled else "no"
 
     def fidelity(self, settings: CUDAGraphSettings, precision: str) -> Fidelity:
         return Fidelity.EXACT
@@ -81,9 +79,6 @@ class CUDAGraph(Technique[CUDAGraphSettings]):
         if context.choices.precision == "fp16-mixed":
             return "a loss scaler's numbers have no lasting place"
         return "copies beside the GPU wait for the host" if context.choices.leaves else ""
-
-    def options(self, context: SearchContext) -> Sequence[CUDAGraphSettings]:
-        return [CUDAGraphSettings(enabled=True)]
 
     def apply(self, settings: CUDAGraphSettings, context: ApplyContext) -> Undo:
         stage = context.stage

@@ -6,7 +6,7 @@ results as large as the parameters. A fused kernel keeps none and is faster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +23,6 @@ from oomph.techniques.optimizer_steps import runs_step_of, sparse_gradient
 from oomph.techniques.technique import (
     ApplyContext,
     Inspection,
-    SearchContext,
     Technique,
     Tried,
     Undo,
@@ -64,17 +63,11 @@ class FusedOptimizer(Technique[FusedOptimizerSettings]):
     tried = Tried.ALWAYS
     runs_in_foreign_loops = True
 
-    def say(self, settings: FusedOptimizerSettings) -> str:
-        return "yes" if settings.enabled else "no"
-
     def fidelity(self, settings: FusedOptimizerSettings, precision: str) -> Fidelity:
         return Fidelity.EXACT
 
     def inspect(self, job: Job) -> Inspection:
         return _Fusible(job)
-
-    def options(self, context: SearchContext) -> Sequence[FusedOptimizerSettings]:
-        return [FusedOptimizerSettings(enabled=True)]
 
     def apply(self, settings: FusedOptimizerSettings, context: ApplyContext) -> Undo:
         if sparse := sparse_gradient(context.model):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,6 @@ from oomph.techniques.recompute import replace_forward
 from oomph.techniques.technique import (
     ApplyContext,
     Inspection,
-    SearchContext,
     Technique,
     Tried,
     Undo,
@@ -63,22 +62,17 @@ class GenerationCache(Technique[GenerationCacheSettings]):
 
     name = "generation_cache"
     title = "keys and values"
+    words = ("kept for generating", "not kept")
     settings = GenerationCacheSettings
     tried = Tried.ALWAYS
     alters_forward = True
     runs_in_foreign_loops = True
-
-    def say(self, settings: GenerationCacheSettings) -> str:
-        return "not kept" if settings.dropped else "kept for generating"
 
     def fidelity(self, settings: GenerationCacheSettings, precision: str) -> Fidelity:
         return Fidelity.EXACT
 
     def inspect(self, job: Job) -> Inspection:
         return _Kept(job)
-
-    def options(self, context: SearchContext) -> Sequence[GenerationCacheSettings]:
-        return [GenerationCacheSettings(dropped=True)]
 
     def apply(self, settings: GenerationCacheSettings, context: ApplyContext) -> Undo:
         with contextlib.ExitStack() as undos:

@@ -8,6 +8,7 @@ results stay, and how it is said. Nothing outside its file names it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -129,8 +130,13 @@ class Technique(TechniqueInfo[S]):
         return ""
 
     def options(self, context: SearchContext) -> Sequence[S]:
-        """Settings that a search tries, the most promising first."""
-        return ()
+        """Settings that a search tries, the most promising first.
+
+        By default those that are on, where they say nothing but whether they are.
+        """
+        fields = dataclasses.fields(self.settings)
+        switches = {field.name: True for field in fields if field.default is False}
+        return [self.settings(**switches)] if len(switches) == len(fields) else ()
 
     @abstractmethod
     def apply(self, settings: S, context: ApplyContext) -> Undo:
