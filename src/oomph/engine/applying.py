@@ -31,7 +31,7 @@ from oomph.plans.choices import (
     on_the_gpu,
     saved_ops,
 )
-from oomph.plans.techniques import Part, Settings
+from oomph.plans.techniques import Settings, Target
 from oomph.techniques.autocast import make_scaler, use_tf32
 from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.compiled_blocks import compile_block
@@ -420,7 +420,7 @@ def _parts(choices: Choices) -> list[_Part]:
             technique=one.name,
             how=str(choices) if one.rests_on_all else "",
             settings=told,
-            comes_first=one.changes is Part.PROCESS,
+            comes_first=one.changes is Target.PROCESS,
         )
         for one, told in techniques_of(choices)
         if one.can_be_switched

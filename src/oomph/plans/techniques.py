@@ -43,15 +43,15 @@ class Settings:
 S = TypeVar("S", bound=Settings)
 
 
-class Part(StrEnum):
-    """What of a job a technique works on, in the order in which a plan's diff lists it."""
+class Target(StrEnum):
+    """What a technique changes: a plan's diff lists those together that change the same."""
 
     OPTIMIZER = "optimizer"
     PRECISION = "precision"
     MODEL = "model"
     LAUNCHES = "launches"
     PROCESS = "process"
-    """What all of PyTorch in the process does: it is changed before anything else."""
+    """How PyTorch works in the whole process: such a technique is applied before all others."""
 
 
 class TechniqueInfo(ABC, Generic[S]):
@@ -64,8 +64,8 @@ class TechniqueInfo(ABC, Generic[S]):
     settings: type[S]
     words: ClassVar[tuple[str, str]] = ("no", "yes")
     """How off and on are said where there is no more to say."""
-    changes: ClassVar[Part] = Part.MODEL
-    """What it works on; a plan's diff lists what works on the same together."""
+    changes: ClassVar[Target] = Target.MODEL
+    """What it changes for as long as it is applied."""
     belongs_with: ClassVar[tuple[str, ...]] = ()
     """Techniques, or fields of `Choices`, without which it makes no sense: where these are left
     out to price them, it is left out as well."""

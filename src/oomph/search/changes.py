@@ -14,7 +14,7 @@ from oomph.jobs.job import Job
 from oomph.plans.choices import KEEP, MASTERS, RECOMPUTE, Choices, on_the_gpu
 from oomph.plans.fidelity import Fidelity, of_fused_kernels
 from oomph.plans.plan import Change
-from oomph.plans.techniques import Part, TechniqueInfo, all_techniques
+from oomph.plans.techniques import Target, TechniqueInfo, all_techniques
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.step_cost import peak_taken, step_cost
 from oomph.rehearsal.timeline import Timeline
@@ -174,9 +174,9 @@ def _differences(after: Choices) -> list[_Difference]:
         ),
         _Difference(technique="loss", field="loss_chunk", with_it=("head",)),
         _Difference(technique="optimizer in backward", field="optimizer_in_backward"),
-        *_registered(Part.OPTIMIZER, after),
+        *_registered(Target.OPTIMIZER, after),
         _Difference(technique="weights", field="weights", fidelity=Fidelity.ROUNDING),
-        *_registered(Part.PRECISION, after),
+        *_registered(Target.PRECISION, after),
         _Difference(
             technique="optimizer",
             field="optimizer_on",
@@ -197,14 +197,14 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
         ),
-        *_registered(Part.MODEL, after),
-        *_registered(Part.LAUNCHES, after),
-        *_registered(Part.PROCESS, after),
+        *_registered(Target.MODEL, after),
+        *_registered(Target.LAUNCHES, after),
+        *_registered(Target.PROCESS, after),
     ]
 
 
-def _registered(changes: Part, after: Choices) -> list[_Difference]:
-    """The registered techniques that work on this part of a job."""
+def _registered(changes: Target, after: Choices) -> list[_Difference]:
+    """The registered techniques that change this."""
     return [
         _Difference(
             technique=info.title,

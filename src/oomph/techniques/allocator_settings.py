@@ -10,7 +10,7 @@ import torch
 
 from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
-from oomph.plans.techniques import Part, Settings, register
+from oomph.plans.techniques import Settings, Target, register
 from oomph.process.rehearsal_threads import rehearses_here
 from oomph.techniques.technique import ApplyContext, Technique, Undo
 from oomph.torch_compat import cuda
@@ -35,7 +35,7 @@ class ConfiguredAllocator(Technique[ConfiguredAllocatorSettings]):
     name = "cuda_allocator"
     title = "allocator"
     settings = ConfiguredAllocatorSettings
-    changes = Part.PROCESS
+    changes = Target.PROCESS
     can_be_switched = True
     concerns_tensors = False
     runs_in_foreign_loops = True

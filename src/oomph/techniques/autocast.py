@@ -13,7 +13,7 @@ import torch
 from oomph.errors import BadInput
 from oomph.jobs.job import AUTOCAST
 from oomph.plans.fidelity import Fidelity
-from oomph.plans.techniques import Part, Settings, register
+from oomph.plans.techniques import Settings, Target, register
 from oomph.process.rehearsal_threads import rehearses_here
 from oomph.techniques.technique import ApplyContext, SearchContext, Technique, Tried, Undo
 from oomph.torch_compat.backend_flags import set_backend_flag
@@ -35,7 +35,7 @@ class CastCache(Technique[CastCacheSettings]):
     title = "autocast's copies"
     words = ("kept", "dropped")
     settings = CastCacheSettings
-    changes = Part.PRECISION
+    changes = Target.PRECISION
     belongs_with = ("precision",)
     tried = Tried.AS_VARIANT
     runs_in_foreign_loops = True

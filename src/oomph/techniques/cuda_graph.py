@@ -26,7 +26,7 @@ from torch import Tensor
 from oomph.errors import BadInput, CannotRehearse
 from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
-from oomph.plans.techniques import Part, Settings, register
+from oomph.plans.techniques import Settings, Target, register
 from oomph.techniques.host_reads import HostReads
 from oomph.techniques.micro_batch import Weigher
 from oomph.techniques.technique import ApplyContext, SearchContext, Technique, Tried, Undo
@@ -54,7 +54,7 @@ class CUDAGraph(Technique[CUDAGraphSettings]):
     title = "CUDA graph"
     words = ("no", "over a micro-batch")
     settings = CUDAGraphSettings
-    changes = Part.LAUNCHES
+    changes = Target.LAUNCHES
     tried = Tried.AS_ONE_LAUNCH
     can_be_switched = True
     rests_on_all = True

@@ -18,7 +18,7 @@ from oomph.errors import BadInput
 from oomph.jobs.job import Job
 from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
-from oomph.plans.techniques import Part, Settings, register
+from oomph.plans.techniques import Settings, Target, register
 from oomph.techniques.optimizer_steps import runs_step_of, sparse_gradient
 from oomph.techniques.technique import (
     ApplyContext,
@@ -59,7 +59,7 @@ class FusedOptimizer(Technique[FusedOptimizerSettings]):
     name = "fused_optimizer"
     title = "fused optimizer"
     settings = FusedOptimizerSettings
-    changes = Part.OPTIMIZER
+    changes = Target.OPTIMIZER
     tried = Tried.ALWAYS
     runs_in_foreign_loops = True
 

@@ -32,7 +32,7 @@ from oomph.errors import BadInput
 from oomph.jobs.job import Job
 from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
-from oomph.plans.techniques import Part, Settings, register
+from oomph.plans.techniques import Settings, Target, register
 from oomph.techniques.optimizer_steps import replaced_step, runs_step_of, steps_in_its_place
 from oomph.techniques.stochastic_rounding import round_stochastically
 from oomph.techniques.technique import (
@@ -124,7 +124,7 @@ class LowBitState(Technique[LowBitStateSettings]):
     title = "optimizer state"
     words = ("as it is", "8-bit")
     settings = LowBitStateSettings
-    changes = Part.OPTIMIZER
+    changes = Target.OPTIMIZER
     tried = Tried.AS_VARIANT
     # What was rounded to 8 bits and read back is rounded once more.
     comes_back = False
