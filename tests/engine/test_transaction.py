@@ -195,14 +195,14 @@ SET_UPS = {
         choices=Choices(precision="bf16-mixed", weights=MASTERS, optimizer_in_backward=True)
     ),
     "fp16": SetUp(choices=Choices(precision="fp16-mixed")),
-    "fp16, fused": SetUp(choices=Choices(precision="fp16-mixed", fused_optimizer=True)),
+    "fp16, fused": SetUp(choices=Choices(precision="fp16-mixed", techniques=on("fused_optimizer"))),
     "statistics": SetUp(build=Counting, optimizer=sgd),
     "dropout": SetUp(
         build=lambda: Net(dropout=0.5), choices=Choices(blocks=RECOMPUTE), optimizer=sgd
     ),
     "foreach": SetUp(optimizer=foreach),
     "nesterov": SetUp(optimizer=nesterov),
-    "fused": SetUp(choices=Choices(fused_optimizer=True)),
+    "fused": SetUp(choices=Choices(techniques=on("fused_optimizer"))),
     "two groups": SetUp(optimizer=two_groups),
     "8-bit state": SetUp(
         choices=Choices(techniques=on("low_bit_state")),
@@ -344,9 +344,12 @@ IN_PARTS = Choices(micro_batch=1)
         ("in backward", IN_PARTS),
         ("micro-batches", Choices(micro_batch=1, blocks=RECOMPUTE)),
         ("dropout", Choices(micro_batch=1)),
-        ("fused", Choices(micro_batch=1, fused_optimizer=True)),
+        ("fused", Choices(micro_batch=1, techniques=on("fused_optimizer"))),
         ("masters in backward", Choices(precision="bf16-mixed", weights=MASTERS, micro_batch=1)),
-        ("fp16, fused", Choices(precision="fp16-mixed", fused_optimizer=True, micro_batch=1)),
+        (
+            "fp16, fused",
+            Choices(precision="fp16-mixed", micro_batch=1, techniques=on("fused_optimizer")),
+        ),
     ],
 )
 def test_the_same_batch_is_run_again_as_if_it_had_been_planned_so(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from host_training import Net, Recipe, Training, plain, same_bits
 from late_link import CUDA, PLACES, LateLink
+from switched_on import with_on
 from test_host_optimizer_cuda import fused, nearly_as_a_whole
 from test_streamed_weights_cuda import exact  # noqa: F401 - every test here uses it
 from torch import Tensor, nn
@@ -266,7 +267,6 @@ def test_the_card_holds_two_blocks_and_a_few_buckets(
     paths = tuple(str(at) for at in range(LAYERS))
     choices = Choices(
         blocks=dict.fromkeys(paths, "keep"),
-        fused_optimizer=True,
         optimizer_on="host",
         weights_away=paths,
         weights_away_on=on,
@@ -274,6 +274,7 @@ def test_the_card_holds_two_blocks_and_a_few_buckets(
         weights="bf16 with fp32 masters" if masters else "own",
         precision="bf16-mixed" if masters else "fp32",
     )
+    choices = with_on(choices, "fused_optimizer")
     model = nn.Sequential(*(Block() for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.ones(16, WIDTH, device=CUDA), torch.ones(16, WIDTH, device=CUDA)

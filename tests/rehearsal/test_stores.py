@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from switched_on import on
 from torch import nn
 
 from oomph.hardware import find_gpu
@@ -25,7 +26,7 @@ WIDTH, LAYERS = 1024, 12
 WEIGHTS = LAYERS * WIDTH**2
 #: Adam's two moments of each weight.
 STATE = 2 * 4 * WEIGHTS
-HOST = Choices(optimizer_on="host", fused_optimizer=True)
+HOST = Choices(optimizer_on="host", techniques=on("fused_optimizer"))
 
 
 def rehearsed(clip_norm: float | None = None, rows: int = 8, **changes: object) -> Timeline:

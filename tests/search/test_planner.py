@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import allocator_conf
 from tiny_models import llama, tokens
 from torch import Tensor, nn
 
@@ -87,7 +88,7 @@ def judged(made: Plan, for_job: Job, gpu: GPU | None = None) -> Estimate:
         job="again",
         gpu=gpu,
         budget=made.budget,
-        settings=AllocatorSettings.parse(made.choices.allocator),
+        settings=AllocatorSettings.parse(allocator_conf(made.choices)),
         phases=PHASES,
         seconds=0.0,
     )

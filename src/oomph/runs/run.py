@@ -222,7 +222,7 @@ class Run:
         split = prove_split(
             dataclasses.replace(job, batch=batch),
             _gpu_of(self._device),
-            caches=self.plan.choices.generation_cache,
+            choices=self.plan.choices,
         )
         if split.whole_because:
             raise BadInput(
@@ -324,8 +324,8 @@ class Run:
         if job is None:
             return weigher.split if weigher is not None else None
         job = dataclasses.replace(job, batch=batch)
-        caches = self.plan.choices.generation_cache
-        split = prove_split(job, _gpu_of(self._device), evaluating=True, caches=caches)
+        gpu, choices = _gpu_of(self._device), self.plan.choices
+        split = prove_split(job, gpu, evaluating=True, choices=choices)
         if split.whole_because:
             raise BadInput(
                 "the loss of this batch cannot be computed in parts in evaluation"

@@ -45,6 +45,7 @@ from oomph.search.solver import Chain, ChainBlock, Option, Solution
 from oomph.search.survey import Survey
 from oomph.techniques.chunked_loss import chunked_calls
 from oomph.techniques.step_buckets import bucket_bytes
+from oomph.techniques.technique import SearchContext, in_one_launch
 from oomph.torch_compat.autograd import queue_callback
 from oomph.torch_compat.pytree import tree_leaves, tree_map_with_path
 
@@ -149,7 +150,7 @@ class OptionProfiles:
         def by_real_clock(block: str, option: Option) -> Option:
             real = times.get((block, option.name), option.step_time.scaled(slower))
             # A graph is one launch, however long its contents would take to launch.
-            launching = 0.0 if self.choices.cuda_graph else real.launching
+            launching = 0.0 if self.choices.launched_at_once else real.launching
             return dataclasses.replace(option, seconds=real.kernels, launching=launching)
 
         return dataclasses.replace(
@@ -330,12 +331,11 @@ def profile_options(
     as_profiled = result(choices, clock.launch)
     part = base.part.step_time(clock.launch)
     may_wait = part.launching > MAY_WAIT * part.kernels
-    if not may_wait or gpu is None or choices.precision == "fp16-mixed" or choices.leaves:
+    after_backward = dataclasses.replace(choices, optimizer_in_backward=False)
+    captured = in_one_launch(SearchContext(gpu=gpu, choices=after_backward)) if may_wait else None
+    if captured is None:
         return as_profiled
-    # A captured part is one launch.
-    graphed = result(
-        dataclasses.replace(choices, cuda_graph=True, optimizer_in_backward=False), launch=0.0
-    )
+    graphed = result(captured, launch=0.0)
     if parts == 1:
         # Gradients exist from the beginning.
         more = GRADIENT_BYTES * found.trainable
