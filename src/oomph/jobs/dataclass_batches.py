@@ -31,7 +31,8 @@ def opened(value: Any, inside: Callable[[Any], Any]) -> Any:
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(held)):
         return value
     try:
-        kind = _subclass(type(value))
+        own: type = type(value)
+        kind = _subclass(own)
     except Exception:
         return value  # a class that its owner lets nobody inherit from
     return _made(kind, held)
@@ -50,7 +51,7 @@ def _subclass(kind: type) -> type:
 
 
 def _made(kind: type, held: dict[str, Any]) -> Any:
-    one = object.__new__(kind)
+    one: Any = object.__new__(kind)
     for name, value in held.items():
         object.__setattr__(one, name, value)  # it may be frozen
     return one

@@ -439,10 +439,8 @@ class _Forward:
             reasons.append(why_whole(model))
 
         traced = dataclasses.replace(job, loss=loss, batch=batch)
-        with (
-            evaluating_the_loss(),
-            shared_state_kept(job),
-        ):  # the rehearsal runs only the loss above
+        # The rehearsal runs only the loss above.
+        with evaluating_the_loss(), shared_state_kept(job):
             rehearse(traced, gpu, (FORWARD,), watch=watch)
         return made[0]
 

@@ -95,7 +95,7 @@ class _Fusible(Inspection):
         return self._why_not
 
     def built(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._why_not = self._why_not or why_not_fused(optimizer)
+        self._why_not = self._why_not or sparse_gradient(model) or why_not_fused(optimizer)
         if all(group.get("fused") for group in optimizer.param_groups):
             self._why_not = "its steps are fused already"
 

@@ -412,7 +412,8 @@ class PythonState:
             self._visit(place, value, is_own=False)
 
     def _visit_object(self, place: str, value: Any) -> None:
-        slots = _slots_of(type(value))
+        kind: type = type(value)
+        slots = _slots_of(kind)
         if not hasattr(value, "__dict__") and not slots:
             return
         held = dict(getattr(value, "__dict__", {}))
@@ -421,8 +422,8 @@ class PythonState:
         if slots:
             self._hold(_Slots(place, value))
             held.update(_in_slots(value, slots))
-        self._visit_class(type(value))
-        is_foreign = not _is_users_own(type(value))
+        self._visit_class(kind)
+        is_foreign = not _is_users_own(kind)
         self._foreign += is_foreign
         for name, inside in held.items():
             self._visit(f"{place}.{name}", inside, is_own=False)
@@ -641,7 +642,8 @@ class _Slots(_Holder):
 
     def __init__(self, place: str, holder: Any) -> None:
         super().__init__(place, holder)
-        self._names = _slots_of(type(holder))
+        kind: type = type(holder)
+        self._names = _slots_of(kind)
         self._before = _in_slots(holder, self._names)
 
     def is_current(self) -> bool:
@@ -669,7 +671,7 @@ class _Array(_Holder):
         self._before = _numbers_in(holder)
 
     def is_current(self) -> bool:
-        return _numbers_in(self.object) == self._before
+        return bool(_numbers_in(self.object) == self._before)
 
     def changes(self) -> Iterator[Change]:
         now = _numbers_in(self.object)
