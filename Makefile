@@ -14,7 +14,7 @@ test: lint types
 # Lint, types and the tests of what changed since BASE, a commit: what to run before each commit.
 BASE ?= HEAD
 check: lint types
-	@files=$$($(BIN)/python tests/affected.py $(BASE)); \
+	@files=$$($(BIN)/python -m benchmarks.affected $(BASE)); \
 		if [ -z "$$files" ]; then echo "no test concerns what changed since $(BASE)"; \
 		else $(BIN)/python -m pytest -n 2 --dist loadfile $$files; fi
 

@@ -26,6 +26,7 @@ from oomph.hardware.timing.clock import Clock
 from oomph.jobs.job import Job
 from oomph.jobs.sources import job_from_name
 from oomph.plans.choices import KEEP, Choices
+from oomph.plans.techniques import read_settings
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.replaying import replay
@@ -57,7 +58,7 @@ def choices_of(job: Job, micro_batch: int, *, compiled: bool, graph: bool) -> Ch
         head=head,
         loss_chunk=2048 if head else None,
         weights="bf16 with fp32 masters" if compiled else "own",
-        cuda_graph=graph,
+        techniques={"cuda_graph": read_settings("cuda_graph", {"enabled": graph})},
     )
 
 

@@ -38,7 +38,7 @@ _OPERATORS: dict[type[ast.operator], str] = {
 }
 _FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 #: Calls whose text or whose absence no test should care about.
-_UNTESTED_CALLS = ("warning", "debug", "info", "append_note", "_log", "collect")
+_UNTESTED_CALLS = ("warning", "debug", "info", "append_note", "_log", "collect", "say")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             yield node.test, f"(not ({ast.unparse(node.test)}))"
         elif isinstance(node, ast.Return) and node.value is not None:
-            if not isinstance(node.value, ast.Constant):
+            if not isinstance(node.value, ast.Constant) and not _is_message(node.value):
                 yield node, "return None"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if not _is_untested(node.value):
@@ -151,6 +151,11 @@ def _is_for_people(node: ast.AST) -> bool:
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     return isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr)
+
+
+def _is_message(node: ast.expr) -> bool:
+    """Whether an expression is nothing but text."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.BinOp) and _is_text(node))
 
 
 def _is_text(node: ast.BinOp) -> bool:

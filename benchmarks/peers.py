@@ -17,7 +17,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from benchmarks.real_steps import Training
-from oomph.jobs.job import AUTOCAST, batch_size, repeated_blocks, split_batch
+from oomph.jobs.blocks import repeated_blocks
+from oomph.jobs.job import AUTOCAST, batch_size, split_batch
 
 Change = Callable[[nn.Module], None]
 

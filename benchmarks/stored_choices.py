@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from oomph.plans.choices import Choices
-from oomph.plans.migrations import choices_from_1
+from oomph.plans.migrations import migrate_choices
 
 
 def stored_choices(values: Mapping[str, Any]) -> Choices:
-    """As they are said now; the files do not say which version wrote them, and the first one's
-    fields are no others' names."""
-    return Choices.from_dict(choices_from_1(values))
+    """As they are said now; the files do not say which version wrote them, and a field of one
+    version is no other's name for something else."""
+    return Choices.from_dict(migrate_choices(values, 1))

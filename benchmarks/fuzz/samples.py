@@ -21,6 +21,7 @@ from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
 from oomph.plans.ledgers import Ledgers
 from oomph.plans.plan import Change, Plan, Predicted
+from oomph.plans.techniques import read_settings
 from oomph.process.random_state import random_state_kept
 from oomph.report.exports.plain import timeline_json
 from oomph.report.history import history_of
@@ -66,7 +67,11 @@ def plan() -> Plan:
             host_share=0.25,
             gradient_room=1000,
             weights_away=("blocks.0",),
-            allocator="expandable_segments:True",
+            techniques={
+                "cuda_allocator": read_settings(
+                    "cuda_allocator", {"conf": "expandable_segments:True"}
+                )
+            },
         ),
         predicted=Predicted(
             peak=Ledgers(allocated=900 * MIB, reserved=950 * MIB, device=980 * MIB),
@@ -178,7 +183,7 @@ SNAPSHOT: dict[str, Any] = {
         {"action": "free_completed", "addr": 2, "size": 5 * MIB, "stream": 0, "frames": _STACK},
         {"action": "oom", "size": 50 * MIB, "device_free": 7, "frames": _STACK},
     ], []],
-    "allocator_settings": {"expandable_segments": False, "ratio": 0.5},
+    "cuda_allocator": {"expandable_segments": False, "ratio": 0.5},
 }  # fmt: skip
 
 

@@ -233,7 +233,7 @@ TECHNIQUES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "micro-batches of 2": lambda case: {"micro_batch": 2},
     "micro-batches of 3": lambda case: {"micro_batch": 3},
     "chunked loss": lambda case: {"head": case.head, "loss_chunk": 7},
-    "fused optimizer": lambda case: {"fused_optimizer": True},
+    "fused optimizer": lambda case: {"techniques": on("fused_optimizer")},
     "optimizer in backward": lambda case: {"optimizer_in_backward": True},
     "compile": lambda case: {"compiled": True},
     "biases in rows": lambda case: {"techniques": on("attention_rows")},
@@ -343,7 +343,12 @@ def test_dropout_draws_the_same_numbers(name: str, techniques: tuple[str, ...]) 
 )
 def test_dropping_autocasts_copies_changes_no_bit(techniques: tuple[str, ...]) -> None:
     kept, dropped = (
-        choose(CASES["gpt2"], techniques, precision="bf16-mixed", cast_cache=cache)
+        choose(
+            CASES["gpt2"],
+            techniques,
+            precision="bf16-mixed",
+            techniques=on(cast_cache={"dropped": not cache}),
+        )
         for cache in (True, False)
     )
     assert kept is not None
@@ -393,10 +398,9 @@ EVERYTHING = Choices(
     compiled=True,
     head="head",
     loss_chunk=5,
-    fused_optimizer=True,
     optimizer_in_backward=True,
     weights="bf16 with fp32 masters",
-    cast_cache=False,
+    techniques=on("fused_optimizer", cast_cache={"dropped": True}),
 )
 UNDOABLE = {
     **{name: choose(CASES["plain"], (name,)) for name in TECHNIQUES_OF_IMAGES},
@@ -406,9 +410,8 @@ UNDOABLE = {
     "everything": EVERYTHING,
     "everything lossy": dataclasses.replace(
         EVERYTHING,
-        fused_optimizer=False,
         optimizer_in_backward=False,
-        techniques=on("low_bit_state"),
+        techniques=on("low_bit_state", cast_cache={"dropped": True}),
     ),
 }
 
@@ -512,7 +515,7 @@ def test_what_fails_halfway_leaves_everything_as_it_was() -> None:
     assert_refused(EVERYTHING, "clipping by the norm of all gradients", clip_norm=1.0)
     assert_refused(change(precision="fp16-mixed"), "GradScaler")
     assert_refused(EVERYTHING, "keeping master weights needs an optimizer", OwnStep)
-    own = change(weights="own", fused_optimizer=False)
+    own = change(weights="own", techniques={})
     assert_refused(own, "stepping inside backward needs an optimizer", OwnStep)
     assert_refused(change(weights="own"), "no fused step", torch.optim.NAdam)
     assert_refused(change(techniques=on("low_bit_state"), weights="own"), "8-bit", torch.optim.SGD)

@@ -195,14 +195,14 @@ SET_UPS = {
         choices=Choices(precision="bf16-mixed", weights=MASTERS, optimizer_in_backward=True)
     ),
     "fp16": SetUp(choices=Choices(precision="fp16-mixed")),
-    "fp16, fused": SetUp(choices=Choices(precision="fp16-mixed", fused_optimizer=True)),
+    "fp16, fused": SetUp(choices=Choices(precision="fp16-mixed", techniques=on("fused_optimizer"))),
     "statistics": SetUp(build=Counting, optimizer=sgd),
     "dropout": SetUp(
         build=lambda: Net(dropout=0.5), choices=Choices(blocks=RECOMPUTE), optimizer=sgd
     ),
     "foreach": SetUp(optimizer=foreach),
     "nesterov": SetUp(optimizer=nesterov),
-    "fused": SetUp(choices=Choices(fused_optimizer=True)),
+    "fused": SetUp(choices=Choices(techniques=on("fused_optimizer"))),
     "two groups": SetUp(optimizer=two_groups),
     "8-bit state": SetUp(
         choices=Choices(techniques=on("low_bit_state")),
@@ -344,9 +344,12 @@ IN_PARTS = Choices(micro_batch=1)
         ("in backward", IN_PARTS),
         ("micro-batches", Choices(micro_batch=1, blocks=RECOMPUTE)),
         ("dropout", Choices(micro_batch=1)),
-        ("fused", Choices(micro_batch=1, fused_optimizer=True)),
+        ("fused", Choices(micro_batch=1, techniques=on("fused_optimizer"))),
         ("masters in backward", Choices(precision="bf16-mixed", weights=MASTERS, micro_batch=1)),
-        ("fp16, fused", Choices(precision="fp16-mixed", fused_optimizer=True, micro_batch=1)),
+        (
+            "fp16, fused",
+            Choices(precision="fp16-mixed", micro_batch=1, techniques=on("fused_optimizer")),
+        ),
     ],
 )
 def test_the_same_batch_is_run_again_as_if_it_had_been_planned_so(
@@ -436,6 +439,31 @@ def test_without_memory_for_the_largest_parameter_no_other_is_stepped(name: str)
     before = state_of(run)
     with pytest.raises(torch.OutOfMemoryError):
         step_of(run, most=VOCABULARY * WIDTH - 1)
+    run._transaction.roll_back(run._stage)
+    assert_same(state_of(run), before)
+
+
+class WithoutRoots(TorchDispatchMode):
+    """Refuses square roots: AdamW takes them after it has changed weights and averages."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "sqrt" in func.__name__:
+            raise torch.OutOfMemoryError(f"no memory for {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["plain", "foreach", "two groups"])
+def test_a_step_that_breaks_off_in_the_middle_of_a_parameter_leaves_it_as_it_was(name: str) -> None:
+    run = SET_UPS[name].start()
+    run.step(BATCHES[0])
+    before = state_of(run)
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    pieces = run._stage.pieces
+    assert pieces is not None
+    with pytest.raises(torch.OutOfMemoryError), WithoutRoots():
+        pieces.step()
     run._transaction.roll_back(run._stage)
     assert_same(state_of(run), before)
 

@@ -53,7 +53,7 @@ TECHNIQUES: dict[str, Choose] = {
     "micro_batch": _set(micro_batch=2),
     "one_by_one": _set(micro_batch=1),
     "chunked_loss": _chunked,
-    "fused_optimizer": _set(fused_optimizer=True),
+    "fused_optimizer": lambda _, choices: with_on(choices, "fused_optimizer"),
     "in_backward": _set(optimizer_in_backward=True),
     "host_optimizer": _set(optimizer_on="host"),
     "host_cores": _set(optimizer_on="host", host_share=1.0),

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from switched_on import with_on
 from torch import Tensor, nn
 
 from oomph.jobs.job import Job
@@ -61,12 +62,11 @@ def start(*, cuda_graph: bool) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     job = Job(model, nn.CrossEntropyLoss(), optimizer, batches()[0], precision="fp32")
     made = plan(job, budget="4GiB", gpu=torch.cuda.get_device_name(), allow="exact")
-    choices = dataclasses.replace(
-        made.choices,
-        micro_batch=SAMPLES // 2,
-        compiled=True,
-        optimizer_in_backward=False,
-        cuda_graph=cuda_graph,
+    choices = with_on(
+        dataclasses.replace(
+            made.choices, micro_batch=SAMPLES // 2, compiled=True, optimizer_in_backward=False
+        ),
+        cuda_graph={"enabled": cuda_graph},
     )
     return apply(dataclasses.replace(made, choices=choices), job)
 

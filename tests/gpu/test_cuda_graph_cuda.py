@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import on
 
 from oomph.engine.applying import apply_choices
 from oomph.engine.step import train_step
@@ -31,7 +32,7 @@ def losses(cuda_graph: bool, compiled: bool) -> list[float]:
         micro_batch=2,
         blocks={f"transformer.h.{at}": "keep" for at in range(12)},
         compiled=compiled,
-        cuda_graph=cuda_graph,
+        techniques=on(cuda_graph={"enabled": cuda_graph}),
     )
     stage, undo = apply_choices(
         choices, dataclasses.replace(job, batch=batch), model, optimizer, device_type="cuda"

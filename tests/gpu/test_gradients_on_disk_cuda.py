@@ -11,6 +11,7 @@ import pytest
 import torch
 from host_training import Training, fail_once, same_batch_again, same_bits
 from late_link import CUDA, PLACES, LateLink
+from switched_on import with_on
 from test_host_optimizer_cuda import RECIPES, STEPS, nearly_as_a_whole, plainly
 from torch import Tensor, nn
 
@@ -118,12 +119,12 @@ def test_the_card_holds_no_more_than_with_gradients_on_the_host(
         job = Job(model, nn.MSELoss(), optimizer, batch, clip_norm=1.0)
         choices = Choices(
             blocks={str(at): "keep" for at in range(LAYERS)},
-            fused_optimizer=True,
             micro_batch=micro_batch,
             optimizer_on="host",
             gradient_room=0,
             gradients_on=on,
         )
+        choices = with_on(choices, "fused_optimizer")
         gc.collect()
         before = torch.cuda.memory_allocated()
         applied = Applied(choices, job, model, optimizer, device_type="cuda", disk=tmp_path)

@@ -15,7 +15,8 @@ from late_link import CUDA, PLACES, LateLink
 from torch import nn
 
 from oomph.memory.cuda_link import CudaLink
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -83,7 +83,9 @@ WAYS: dict[str, tuple[Callable[[Choices], Choices], str]] = {
     ),
     "masters, fused": (
         lambda choices: Choices(
-            precision="bf16-mixed", weights="bf16 with fp32 masters", fused_optimizer=True
+            precision="bf16-mixed",
+            weights="bf16 with fp32 masters",
+            techniques=on("fused_optimizer"),
         ),
         "bf16-mixed",
     ),

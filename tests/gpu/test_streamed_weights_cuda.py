@@ -24,7 +24,8 @@ from oomph.memory.disk_store import NumberedDiskStore
 from oomph.runs.inference import apply_inference, plan_inference
 from oomph.techniques.compiled_blocks import compile_block
 from oomph.techniques.disk_weights import OnDisk
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from runs_on_a_card import DEPTH, SAMPLES, a_batch, differences, start, state_of
+from switched_on import on
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,13 +27,13 @@ RECOMPUTE = dict.fromkeys((f"blocks.{at}" for at in range(DEPTH)), "recompute")
 MASTERS = "bf16 with fp32 masters"
 CHOICES = {
     "plain": Choices(),
-    "fused": Choices(fused_optimizer=True),
-    "in backward": Choices(fused_optimizer=True, optimizer_in_backward=True),
+    "fused": Choices(techniques=on("fused_optimizer")),
+    "in backward": Choices(optimizer_in_backward=True, techniques=on("fused_optimizer")),
     "masters in backward": Choices(
         precision="bf16-mixed", weights=MASTERS, optimizer_in_backward=True
     ),
     "fp16": Choices(precision="fp16-mixed", micro_batch=SAMPLES // 2),
-    "recompute": Choices(blocks=RECOMPUTE, fused_optimizer=True),
+    "recompute": Choices(blocks=RECOMPUTE, techniques=on("fused_optimizer")),
 }
 
 

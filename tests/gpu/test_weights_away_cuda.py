@@ -13,6 +13,7 @@ import pytest
 import torch
 from host_training import Net, Recipe, Training, plain, same_bits
 from late_link import CUDA, PLACES, LateLink
+from switched_on import with_on
 from test_host_optimizer_cuda import fused, nearly_as_a_whole
 from test_streamed_weights_cuda import exact  # noqa: F401 - every test here uses it
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from oomph.plans.choices import Choices, Outside
 from oomph.techniques import disk_state
 from oomph.techniques import disk_weights as cold_weights
 from oomph.techniques.disk_weights import OnDisk
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.placing import PlacedWeights
 from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import cuts_of
@@ -265,7 +267,6 @@ def test_the_card_holds_two_blocks_and_a_few_buckets(
     paths = tuple(str(at) for at in range(LAYERS))
     choices = Choices(
         blocks=dict.fromkeys(paths, "keep"),
-        fused_optimizer=True,
         optimizer_on="host",
         weights_away=paths,
         weights_away_on=on,
@@ -273,6 +274,7 @@ def test_the_card_holds_two_blocks_and_a_few_buckets(
         weights="bf16 with fp32 masters" if masters else "own",
         precision="bf16-mixed" if masters else "fp32",
     )
+    choices = with_on(choices, "fused_optimizer")
     model = nn.Sequential(*(Block() for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.ones(16, WIDTH, device=CUDA), torch.ones(16, WIDTH, device=CUDA)

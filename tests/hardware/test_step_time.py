@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from switched_on import on
 
 from oomph.hardware.timing.step_time import StepTime, ratio
 from oomph.plans.choices import KEEP, RECOMPUTE, Choices
@@ -83,7 +84,7 @@ def test_real_seconds_of_kernels_and_launches_take_the_place_of_the_clocks() -> 
 
 
 def test_a_graph_is_launched_as_one_whatever_was_timed() -> None:
-    graph = profiles(launch=0.0, cuda_graph=True)
+    graph = profiles(launch=0.0, techniques=on("cuda_graph"))
     both = dataclasses.replace(profiles(), graphed=graph)
     timed = both.timed({(block, KEEP): StepTime(2.5, 50.0) for block in "ab"})
     assert timed.fastest > 200 and timed.graphed is not None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from ragged_text import BLOCKS, Ragged, assert_plain, assert_same_weights, tiny_llama
+from switched_on import on
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -66,7 +67,7 @@ LEAN = {
     "blocks": dict.fromkeys(BLOCKS, "recompute"),
     "head": "lm_head",
     "loss_chunk": 7,
-    "fused_optimizer": True,
+    "techniques": on("fused_optimizer"),
 }
 
 

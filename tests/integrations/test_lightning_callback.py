@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from ragged_text import LENGTH, VOCABULARY, Ragged, assert_plain, assert_same_weights
+from switched_on import on
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -99,7 +100,7 @@ LEAN = {
     "blocks": dict.fromkeys(("blocks.0", "blocks.1"), "recompute"),
     "head": "head",
     "loss_chunk": 7,
-    "fused_optimizer": True,
+    "techniques": on("fused_optimizer"),
 }
 
 

@@ -19,6 +19,7 @@ from ragged_text import (
     assert_same_weights,
     tiny_llama,
 )
+from switched_on import on
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -254,7 +255,7 @@ def test_longer_batches_than_were_planned_for_are_split_into_more_parts(
 def test_checkpoints_on_the_way_are_plain_and_any_trainer_goes_on_from_them(
     tmp_path: Path, give: Any, said: Any
 ) -> None:
-    give(**LEAN, fused_optimizer=True)
+    give(**LEAN, techniques=on("fused_optimizer"))
     settings = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
     plain, _ = train_both(tmp_path / "both", **settings)
     checkpoint = tmp_path / "both" / "checkpoint-2"
@@ -269,7 +270,7 @@ def test_checkpoints_on_the_way_are_plain_and_any_trainer_goes_on_from_them(
 
 
 def test_the_model_is_plain_after_training(tmp_path: Path, give: Any) -> None:
-    give(**LEAN, fused_optimizer=True)
+    give(**LEAN, techniques=on("fused_optimizer"))
     _, planned = train_both(tmp_path, optim="adamw_torch")
     assert_plain(planned.model)
     planned.save_model(str(tmp_path / "saved"))
@@ -429,8 +430,7 @@ def test_plain_arguments_keep_the_global_batch_and_say_what_they_cannot(
         head="lm_head",
         loss_chunk=64,
         precision="bf16-mixed",
-        fused_optimizer=True,
-        allocator="expandable_segments:True",
+        techniques=on("fused_optimizer", cuda_allocator={"conf": "expandable_segments:True"}),
     )
     plain = plain_arguments(plan, args, said)
     assert plain.per_device_train_batch_size * plain.gradient_accumulation_steps == 24

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 import transformers as hf
 from tiny_models import (
     Other,
@@ -143,6 +145,50 @@ def test_blocks_of_a_list_need_not_be_of_one_class() -> None:
     assert blocks_of(mixed) == ["0", "1", "2"]
     alternating = chain(lambda: Loop(Residual(), Other(), Residual(), Other()))
     assert blocks_of(alternating) == numbered("layers.{}", 4)
+
+
+class Around(nn.Module):
+    """Runs a list with the residual connections, and a pool, written around its layers."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).relu()
+        return x
+
+
+class Beside(nn.Module):
+    """Adds up what the layers of a list each make of the same input."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.zeros_like(x)
+        for layer in self.layers:
+            # The memory of each result is free before the next layer's begins.
+            found += layer(x.sin()).detach() * layer.up.weight.sum()
+        return found
+
+
+def test_layers_are_blocks_where_residual_connections_stand_around_them() -> None:
+    around = chain(lambda: Around(Residual(), Other(), Third()))
+    assert blocks_of(around) == numbered("layers.{}", 3)
+    assert blocks_of(chain(lambda: Beside(*(Residual() for _ in range(4))))) == []
+
+
+def test_layers_that_a_loss_calls_one_by_one_are_linked_by_their_results_alone() -> None:
+    def apart(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        first, second = model.get_submodule("0"), model.get_submodule("1")
+        return torch.stack([part(batch[0] * 2).sum() for part in (first, second)]).sum()
+
+    job = dataclasses.replace(chain(lambda: nn.Sequential(Residual(), Residual())), loss=apart)
+    assert blocks_of(job) == []
 
 
 def test_lists_in_a_list_are_opened() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from switched_on import on
 from torch import Tensor, nn
 
 from oomph.hardware import find_gpu
@@ -88,7 +89,7 @@ def test_a_run_computes_each_block_as_often_as_its_plan_says() -> None:
     made = plan(job, budget="1TiB")
     for how, often in (("keep", 1), ("recompute", 2)):
         blocks = {f"model.layers.{at}": how for at in range(3)}
-        choices = Choices(blocks=blocks, generation_cache=False)
+        choices = Choices(blocks=blocks, techniques=on(generation_cache={"dropped": True}))
         run = apply(dataclasses.replace(made, choices=choices), job)
         before = calls.qsize()
         run.step(tokens())

@@ -21,12 +21,15 @@ ALL = Choices(
     compiled_others=("norm",),
     head="head",
     loss_chunk=512,
-    fused_optimizer=True,
     optimizer_in_backward=True,
     weights="bf16 with fp32 masters",
-    cast_cache=False,
-    techniques=on("channels_last", "low_bit_state"),
-    allocator="expandable_segments:True",
+    techniques=on(
+        "channels_last",
+        "low_bit_state",
+        "fused_optimizer",
+        cast_cache={"dropped": True},
+        cuda_allocator={"conf": "expandable_segments:True"},
+    ),
 )
 
 
@@ -63,8 +66,14 @@ def test_where_gradients_wait_lasts_as_long_as_a_run() -> None:
     assert none_leave.leaves and not none_leave.waits_on_disk
 
 
-def test_the_layout_of_images_lasts_as_long_as_a_run() -> None:
-    assert ALL.fixed_part.techniques == ALL.techniques == on("channels_last", "low_bit_state")
+def test_techniques_last_as_long_as_a_run_but_for_those_that_can_be_switched() -> None:
+    lasting = on("channels_last", "low_bit_state", "fused_optimizer", cast_cache={"dropped": True})
+    assert ALL.fixed_part.techniques == ALL.without_switchable.techniques == lasting
+    assert ALL.techniques.keys() - lasting.keys() == {"cuda_allocator"}
+
+
+def test_what_changes_no_tensor_can_be_left_out() -> None:
+    assert ALL.concerning_tensors == dataclasses.replace(ALL, techniques=ALL.fixed_part.techniques)
 
 
 def test_where_blocks_are_offloaded_to_can_be_switched() -> None:
@@ -86,7 +95,7 @@ def test_where_blocks_are_offloaded_to_can_be_switched() -> None:
         ({"weights": "int8"}, "weights are own or"),
         ({"offloaded_to": "gpu"}, "offloaded to host or disk, not to 'gpu'"),
         ({"gradients_on": "tape"}, "gradients wait on host or disk, not on 'tape'"),
-        ({"offloaded_to": "disk", "cuda_graph": True}, "cannot wait for the disk"),
+        ({"offloaded_to": "disk", "techniques": on("cuda_graph")}, "cannot wait for the disk"),
         ({"disk_share": 0.5}, "the disk has no share of an optimizer that is on the GPU"),
         ({"gpu_share": 0.5}, "all of an optimizer on the GPU is there"),
         ({"optimizer_on": "host", "gpu_share": 1.01}, "the GPU's share is between 0 and 1"),
@@ -112,7 +121,7 @@ def test_what_is_no_choice_is_refused(wrong: dict[str, Any], words: str) -> None
         ("micro_batch", 2.5),
         ("blocks", ["a"]),
         ("compiled_others", "norm"),
-        ("allocator", None),
+        ("techniques", None),
         ("offloaded_to", None),
         ("gradients_on", None),
         ("disk_share", "half"),

@@ -188,7 +188,7 @@ def test_evaluation_is_at_the_levels_of_the_run() -> None:
     [
         {},
         {"micro_batch": 8},
-        {"optimizer_in_backward": True, "fused_optimizer": False},
+        {"optimizer_in_backward": True},
         {"blocks": dict.fromkeys(BLOCKS, "recompute")},
         {"blocks": dict.fromkeys(BLOCKS, "keep, offloaded")},
     ],
@@ -406,7 +406,7 @@ def test_a_model_without_products_is_refused() -> None:
         ({"weights": "bf16 with fp32 masters"}, "the weights in bf16"),
         ({"techniques": on("fp8_products")}, "products in FP8 already"),
         ({"precision": "tf32"}, "not on the ladder"),
-        ({"optimizer_on": "host", "fused_optimizer": False}, "optimizer on the host"),
+        ({"optimizer_on": "host"}, "optimizer on the host"),
     ],
 )
 def test_plans_that_leave_nothing_to_adapt_are_refused(choices: dict[str, Any], why: str) -> None:

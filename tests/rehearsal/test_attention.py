@@ -70,6 +70,28 @@ def test_wide_heads_go_past_cudnn_to_flash_and_past_flash_to_efficient() -> None
     assert choice("h200", tensor(BF16, width=320)) == "efficient"
 
 
+@pytest.mark.parametrize(
+    ("width", "dropout", "kernel"),
+    [
+        (192, 0.1, "flash"),
+        (200, 0.0, "efficient"),
+        (224, 0.0, "efficient"),
+        (232, 0.0, "flash"),
+        (256, 0.0, "flash"),
+        (232, 0.1, "efficient"),
+        (256, 0.1, "efficient"),
+    ],
+)
+def test_consumer_cards_have_no_flash_backward_for_some_wide_heads(
+    width: int, dropout: float, kernel: str
+) -> None:
+    trained = tensor(BF16, width=width, requires_grad=True)
+    for gpu in ("rtx-3060", "rtx-4090", "rtx-5090"):
+        assert choice(gpu, trained, dropout=dropout) == kernel
+        assert choice(gpu, trained.detach(), dropout=dropout) == "flash"
+    assert choice("a100-80gb", trained, dropout=dropout) == "flash"
+
+
 def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         assert choice("h200", tensor(BF16)) == "flash"

@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.hardware import find_gpu
+from oomph.rehearsal.cuda.autocast import (
+    _FULL_PRECISION,
+    _FULL_PRECISION_BY_DTYPE,
+    _LOWER_PRECISION,
+    _WIDEST_INPUT,
+)
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
+from oomph.torch_compat.dispatch import all_op_names, has_kernel
 
 # Importing PyTorch's test helpers forbids everybody to set flags such as those of TF32.
 _were_frozen = torch.backends.flags_frozen()
@@ -120,6 +127,20 @@ def test_ops_of_pytorchs_own_lists_answer_as_these_expect(
         out = found(*given, **kwargs)
     answers = {leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
     assert answers <= {expected} or expected is None
+
+
+#: What PyTorch registers for CUDA and no list here has: ops of cuDNN, and one that only raises.
+_NOT_CAST = {*_CUDNN, "binary_cross_entropy"}
+
+
+def test_the_lists_name_the_ops_that_pytorch_registers_for_cuda() -> None:
+    listed = [*_LOWER_PRECISION, *_FULL_PRECISION, *_FULL_PRECISION_BY_DTYPE, *_WIDEST_INPUT]
+    registered = {
+        name.removeprefix("aten::")
+        for name in all_op_names()
+        if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
+    }
+    assert sorted(listed) == sorted(registered - _NOT_CAST)
 
 
 def _on_the_gpu(value: object) -> object:

@@ -308,6 +308,8 @@ TRUE_THERE = (
     "lin.to(g64).weight.dtype == torch.float64",
     "torch.cuda.FloatTensor([1, 2]).dtype == torch.float32",
     "torch.cuda.FloatTensor.dtype == torch.float32",
+    "torch.cuda.FloatTensor.is_cuda and not torch.cuda.FloatTensor.is_sparse",
+    "torch.cuda.FloatTensor.layout == torch.strided",
 )
 
 

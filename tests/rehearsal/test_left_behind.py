@@ -17,6 +17,7 @@ from oomph import Job, estimate
 from oomph.errors import CannotRehearse
 from oomph.rehearsal import left_behind
 from oomph.splitting import prove_split
+from oomph.techniques.python_state import PythonState
 
 PACKAGE = """
 import functools
@@ -81,6 +82,20 @@ def tables(count):
 
 def last(count):
     return _last(count)
+
+
+class Signals:
+    # A trainer's: the handlers that were there before its own.
+
+    def __init__(self, *handlers):
+        self.before = list(handlers)
+
+
+def handler_of(session):
+    def handle():
+        return session
+
+    return handle
 """
 
 
@@ -125,6 +140,22 @@ def test_a_variable_that_keeps_a_tensor_is_named(package: ModuleType) -> None:
     assert package.LAST is None
     model(torch.ones(2, 4))
     assert estimate(job).fits
+
+
+def test_what_callbacks_of_a_package_see_is_its_own_business(package: ModuleType) -> None:
+    session: list[int] = []
+    theirs, mine = package.handler_of(session), [0]
+
+    def handle() -> int:
+        return mine[0]
+
+    model = nn.Linear(4, 4)
+    model.signals = package.Signals(theirs, handle)
+    state = PythonState([("the model", model)])
+    session.append(1)  # the package's own thread, in the meantime
+    assert state.is_current
+    mine[0] = 1
+    assert not state.is_current
 
 
 def test_nothing_is_searched_where_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import itertools
 import random
@@ -84,6 +85,144 @@ def test_what_methods_close_over_and_what_a_class_holds_is_left_alone() -> None:
     split = prove_split(job, None)
     assert "in parts that would be done once for each" in split.whole_because
     assert (calls, closed, Noting.shapes, Loss.seen) == (0, [], [], {})
+
+
+def test_tensors_that_a_loss_writes_to_are_left_alone() -> None:
+    """A loss is no copy: it may hold a teacher in training mode, a counter, or an average."""
+    teacher = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4)
+    )
+    steps, average, made = torch.zeros((), dtype=torch.long), torch.zeros(4), torch.zeros(4)
+    held = {**teacher.state_dict(), "steps": steps, "average": average, "made": made}
+    before = {name: one.clone() for name, one in held.items()}
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        steps.add_(1)
+        average[1:].add_(steps)
+        average.mul_(0.9).add_(torch.ones(4), alpha=0.1)
+        torch.mv(torch.ones(4, 4), average, out=made)
+        teacher(torch.ones(2, 4))
+        return (model(batch) * average - teacher(batch)).square().mean() / steps
+
+    for gpu in (None, "h200"):
+        job = Job(nn.Linear(4, 4), loss, "sgd", torch.ones(2, 4))
+        estimate(job, gpu)
+        assert prove_split(job, None).whole_because
+        assert all(torch.equal(one, before[name]) for name, one in held.items())
+
+
+def test_what_a_loss_wrote_to_is_known_by_its_new_numbers() -> None:
+    steps, seen, own = torch.zeros((), dtype=torch.long), [], torch.zeros(2)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        steps.add_(1)
+        seen.append(int(steps))
+        out = model(batch).mean()
+        own.copy_(out.detach())
+        return out if (own == own).all() else out * 2
+
+    notes = estimate(Job(nn.Linear(4, 4), loss, "sgd", torch.ones(2, 4))).notes
+    assert not any("read from a tensor" in note for note in notes)
+    assert steps == 0
+    assert not own.any()
+
+
+class Slotted:
+    """Holds what it holds in slots, as `dataclass(slots=True)` has it."""
+
+    __slots__ = ("__own", "calls", "later")
+
+    def __init__(self) -> None:
+        self.calls, self.__own = 0, [0]
+
+    def see(self) -> int:
+        self.calls += 1
+        self.__own[0] += 1
+        self.later = self.calls
+        return self.__own[0]
+
+
+HISTOGRAM = np.zeros(3)
+
+
+class Everywhere:
+    """Counts in arrays and slots, in all the places that it can reach."""
+
+    of_all = np.zeros(2, dtype=int)
+
+    def __init__(self) -> None:
+        self.masked = np.ma.array([0.0, 1.0], mask=[False, True])
+        self.numbers, self.bytes = array.array("d", [0.0]), bytearray(2)
+        self.inside = {"of": [np.zeros((2, 2)).T]}
+        self.slots = Slotted()
+
+    def count(self) -> None:
+        HISTOGRAM[0] += 1
+        self.of_all[0] += 1
+        self.masked += 1
+        self.numbers[0] += 1
+        self.bytes[1] += 1
+        self.inside["of"][0][1] += 1
+        self.slots.see()
+
+    def counted(self) -> list[Any]:
+        arrays = (HISTOGRAM, self.of_all, self.masked, self.inside["of"][0])
+        slots = [self.slots.calls, hasattr(self.slots, "later")]
+        return [*(one.tolist() for one in arrays), *self.numbers, *self.bytes, *slots]
+
+
+def test_arrays_and_slots_are_left_alone() -> None:
+    by_loss, by_forward = Everywhere(), Everywhere()
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            by_forward.count()
+            return super().forward(x)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        by_loss.count()
+        return model(batch).square().mean()
+
+    before = by_loss.counted(), by_forward.counted()
+    job = Job(Noting(4, 4), loss, "sgd", torch.ones(2, 4))
+    estimate(job)
+    assert "in parts that would be done once for each" in prove_split(job, None).whole_because
+    assert (by_loss.counted(), by_forward.counted()) == before
+
+
+def test_what_an_optimizers_step_counts_is_left_alone() -> None:
+    logged: list[float] = []
+    hooked, wrapped, shared = Everywhere(), {"calls": 0}, {"calls": 0}
+
+    class Logging(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            logged.append(self.param_groups[0]["lr"])
+            super().step(closure)
+
+    def wrap(optimizer: torch.optim.Optimizer) -> None:
+        step = optimizer.step
+
+        def counting(closure: Any = None) -> Any:
+            wrapped["calls"] += 1
+            return step(closure)
+
+        optimizer.step = counting  # type: ignore[method-assign]
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        shared["calls"] += 1
+        return torch.optim.SGD(parameters, 0.1)
+
+    for kind in (Logging, torch.optim.SGD):
+        model = nn.Linear(4, 4)
+        optimizer = kind(model.parameters(), 0.1)
+        optimizer.register_step_post_hook(lambda *_: hooked.count())
+        if kind is torch.optim.SGD:
+            wrap(optimizer)
+        before = hooked.counted()
+        estimate(Job(model, nn.MSELoss(), optimizer, (torch.ones(2, 4), torch.ones(2, 4))))
+        assert (logged, hooked.counted(), wrapped["calls"]) == ([], before, 0)
+    estimate(Job(nn.Linear(4, 4), nn.MSELoss(), make, (torch.ones(2, 4), torch.ones(2, 4))))
+    assert shared["calls"] == 0
 
 
 def test_real_weights_beside_the_model_keep_their_gradients() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import on
 from torch import nn
 
 from oomph.hardware import find_gpu
@@ -31,7 +32,7 @@ def rehearsed(optimizer: str, *, in_backward: bool, rows: int = 8, waits: bool =
 
     job = Job(model, lambda net, batch: net(batch).sum(), optimizer, torch.ones(rows, WIDTH))
     clock = Clock.of(H200)
-    choices = Choices(optimizer_in_backward=in_backward, fused_optimizer=True)
+    choices = Choices(optimizer_in_backward=in_backward, techniques=on("fused_optimizer"))
     return rehearse(
         job, H200, ("build", "step"), choices=choices, clock=clock, wait_for_copies=waits
     )

@@ -191,6 +191,20 @@ def test_an_unknown_branch_is_refused_with_its_line(recorder: Recorder, device: 
         bool(torch.logical_xor(x > 0, x > 1)[0, 0])
 
 
+def test_unknown_numbers_are_counted_in_as_many_bins_as_were_asked_for(
+    recorder: Recorder, device: str
+) -> None:
+    x = torch.randn(8, 8, device=device)
+    found = x.argmax(1)
+    assert torch.bincount(found, minlength=8).shape == (8,)
+    assert torch.bincount(found, minlength=8).dtype is torch.int64
+    assert torch.bincount(found, x[0], 8).dtype is torch.float32
+    assert torch.bincount(found, weights=found, minlength=9).dtype is torch.float64
+    assert any("no number above 7" in note for note in recorder.values.notes())
+    with pytest.raises(CannotRehearse, match=r"bincount at test_values\.py:\d+"):
+        torch.bincount(found)
+
+
 def test_an_unknown_shape_is_refused_with_its_op_and_line(recorder: Recorder, device: str) -> None:
     x = torch.randn(8, 8, device=device)
     with pytest.raises(CannotRehearse, match=r"unique2 at test_values\.py:\d+"):
@@ -242,3 +256,13 @@ def test_what_an_optimizer_reads_is_said_to_be_read_by_torch() -> None:
     notes = rehearse(job, find_gpu("h200")).notes
     assert notes
     assert all("torch/optim/_adafactor.py" in note for note in notes)
+
+
+def test_what_is_known_of_a_tensor_goes_with_it(recorder: Recorder, device: str) -> None:
+    before = len(recorder.values._contents)
+    for _ in range(20):
+        known = torch.tensor([3, 1, 2], device=device)
+        assert recorder.values.of(known) is not None
+        assert len(recorder.values._contents) > before
+        del known
+    assert len(recorder.values._contents) == before

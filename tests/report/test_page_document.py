@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from recorded import EVIL, random_timeline, small_estimate
+from switched_on import on
 from test_plans import PLAN
 
 from oomph.errors import BadInput
@@ -207,7 +208,7 @@ def test_a_plan_is_shown_as_a_diff_with_its_settings() -> None:
 
 def test_an_allocator_setting_is_shown_as_people_type_it() -> None:
     change = dataclasses.replace(PLAN.changes[0], technique="allocator")
-    choices = Choices(allocator="expandable_segments:True")
+    choices = Choices(techniques=on(cuda_allocator={"conf": "expandable_segments:True"}))
     document = Document(render_page(planned(changes=(change,), choices=choices)))
     assert document.words["code"] == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
 

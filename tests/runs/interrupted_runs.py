@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from small_plans import plan_with
+from switched_on import on
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +24,9 @@ CHOICES = {
     "recompute": Choices(blocks=dict.fromkeys(BLOCKS, RECOMPUTE)),
     "recompute_in_part": Choices(blocks=dict.fromkeys(BLOCKS, saving(("product#0",)))),
     "micro_batch": Choices(blocks=dict.fromkeys(BLOCKS, KEEP), micro_batch=2),
-    "fused_optimizer": Choices(blocks=dict.fromkeys(BLOCKS, KEEP), fused_optimizer=True),
+    "fused_optimizer": Choices(
+        blocks=dict.fromkeys(BLOCKS, KEEP), techniques=on("fused_optimizer")
+    ),
     "in_backward": Choices(blocks=dict.fromkeys(BLOCKS, KEEP), optimizer_in_backward=True),
     "host_optimizer": Choices(blocks=dict.fromkeys(BLOCKS, KEEP), optimizer_on="host"),
     "host_cores": Choices(blocks=dict.fromkeys(BLOCKS, KEEP), optimizer_on="host", host_share=1.0),

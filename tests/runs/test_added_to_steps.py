@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small_plans import plan_with
+from switched_on import on
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -138,7 +139,7 @@ BLOCKS = {f"blocks.{at}": "recompute" for at in range(3)}
 WHOLE = {
     "plain": Choices(),
     "recompute": Choices(blocks=BLOCKS),
-    "fused": Choices(fused_optimizer=True),
+    "fused": Choices(techniques=on("fused_optimizer")),
     "parts": Choices(micro_batch=2),
 }
 ONE_BY_ONE = {
@@ -247,7 +248,7 @@ def test_hooks_see_unscaled_gradients(fused: bool) -> None:
     model, optimizer = make()
     noted = Noted(model)
     hooked(optimizer, noted)
-    run = run_of(Choices(fused_optimizer=fused), model, optimizer)
+    run = run_of(Choices(techniques=on(fused_optimizer={"enabled": fused})), model, optimizer)
     scaler = run._stage.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for inputs, targets in BATCHES:
         run.step((inputs, targets))

@@ -242,14 +242,15 @@ def test_an_allocator_that_cleans_up_in_every_step_is_given_more_room(
     fallbacks: FallbackPlans,
 ) -> None:
     watching = OneStepAtATime()
-    for step in range(7):
+    for present, below in itertools.pairwise([fallbacks.top, *fallbacks.steps_down[1:3]]):
+        for step in range(7):
+            watching.retries += 1
+            assert watching.next_move(fallbacks, present, present.need) is None, step
         watching.retries += 1
-        assert watching.next_move(fallbacks, fallbacks.top, LARGE) is None, step
-    watching.retries += 1
-    move = watching.next_move(fallbacks, fallbacks.top, LARGE)
-    assert move is not None
-    assert move.fallback is fallbacks.steps_down[1]
-    assert move.cause == "the allocator had to clean up in 8 steps in a row"
+        move = watching.next_move(fallbacks, present, present.need)
+        assert move is not None
+        assert move.fallback is below
+        assert move.cause == "the allocator had to clean up in 8 steps in a row"
 
 
 def test_retries_that_were_predicted_are_no_trouble(fallbacks: FallbackPlans) -> None:

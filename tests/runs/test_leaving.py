@@ -405,7 +405,7 @@ def test_an_optimizer_on_the_host_takes_no_memory_of_the_card_between_steps() ->
     [
         {"optimizer_on": "disk"},
         {"optimizer_on": "host", "techniques": on("low_bit_state")},
-        {"optimizer_on": "host", "cuda_graph": True},
+        {"optimizer_on": "host", "techniques": on("cuda_graph")},
         {"host_share": 0.5},
         {"optimizer_on": "host", "host_share": 1.5},
         {"blocks": {"0": "keep, offloaded 1"}},

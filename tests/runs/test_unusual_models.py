@@ -375,3 +375,18 @@ def test_a_run_leaves_the_mode_of_each_part_as_it_is() -> None:
     assert [module.training for module in model.modules()] == modes
     run.undo()
     assert [module.training for module in model.modules()] == modes
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused_before_anything_is_changed() -> None:
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    batch = rows()[0]
+    plan = plan_with(Choices(), model, optimizer, batch)
+    with pytest.raises(BadInput, match="LBFGS has to be given 'closure'"):
+        apply(plan, Job(model, square_loss, optimizer, batch, name="net"))
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    usual = torch.optim.SGD(model.parameters(), 0.1)
+    apply(
+        plan_with(Choices(), model, usual, batch), Job(model, square_loss, usual, batch, name="net")
+    ).undo()

@@ -17,6 +17,7 @@ from deferred_link import CountingLink
 from safetensors.torch import load_file
 from scarce_disk import ScarceDisk
 from small_plans import plan_with
+from switched_on import on
 from torch import Tensor, nn
 
 from benchmarks.profiler_memory import measure_cpu_peak
@@ -124,7 +125,7 @@ MASTERS: dict[str, Any] = {"weights": "bf16 with fp32 masters", "precision": "bf
         {"blocks": dict.fromkeys(PATHS, "recompute")},
         {"blocks": dict.fromkeys(PATHS, "recompute, offloaded")},
         {"blocks": dict.fromkeys(PATHS, "keep, offloaded"), "micro_batch": 3},
-        {"weights_away": PATHS[1:3], "fused_optimizer": True},
+        {"weights_away": PATHS[1:3], "techniques": on("fused_optimizer")},
         MASTERS,
         {**MASTERS, "blocks": dict.fromkeys(PATHS, "recompute"), "gradient_room": 0},
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from switched_on import on
+from switched_on import on, with_on
 from tiny_models import Residual, chain, llama, rows, tokens
 from torch import nn
 
@@ -31,9 +31,8 @@ AFTER = Choices(
     micro_batch=2,
     blocks={"1": RECOMPUTE, "2": "recompute saving product#0"},
     compiled=True,
-    fused_optimizer=True,
     weights="bf16 with fp32 masters",
-    allocator="expandable_segments:True",
+    techniques=on("fused_optimizer", cuda_allocator={"conf": "expandable_segments:True"}),
 )
 
 
@@ -92,7 +91,7 @@ def test_every_choice_that_differs_is_one_change() -> None:
         ("recompute", {"blocks": BLOCKS}),
         ("compile", {"compiled": False}),
         ("weights", {"weights": "own"}),
-        ("allocator", {"allocator": ""}),
+        ("allocator", {"techniques": on("fused_optimizer")}),
     ],
 )
 def test_a_change_is_worth_the_difference_of_two_rehearsals(
@@ -108,7 +107,7 @@ def test_a_change_is_worth_the_difference_of_two_rehearsals(
 
 def test_what_a_graph_keeps_for_its_replays_is_taken() -> None:
     before = dataclasses.replace(BEFORE, micro_batch=2)
-    (graph,) = described(job(), before, dataclasses.replace(before, cuda_graph=True))
+    (graph,) = described(job(), before, with_on(before, "cuda_graph"))
     assert graph.technique == "CUDA graph"
     # The same kernels need the same memory, beside workspaces for products of the graph's own.
     workspaces = 72 << 20
@@ -116,7 +115,7 @@ def test_what_a_graph_keeps_for_its_replays_is_taken() -> None:
 
 
 def test_parts_of_different_sizes_are_timed_alike() -> None:
-    after = dataclasses.replace(BEFORE, micro_batch=3, fused_optimizer=True)
+    after = with_on(dataclasses.replace(BEFORE, micro_batch=3), "fused_optimizer")
     (parts, fused) = described(job(10), BEFORE, after)
     assert parts.costs == pytest.approx(
         measured(job(10), after)[1]
@@ -143,7 +142,7 @@ def test_how_true_a_change_is_depends_on_what_it_does() -> None:
     def fidelities(after: Choices) -> dict[str, Fidelity]:
         return {change.technique: change.fidelity for change in described(job(), BEFORE, after)}
 
-    exact = dataclasses.replace(BEFORE, micro_batch=2, fused_optimizer=True)
+    exact = with_on(dataclasses.replace(BEFORE, micro_batch=2), "fused_optimizer")
     assert set(fidelities(exact).values()) == {Fidelity.EXACT}
     lossy = dataclasses.replace(BEFORE, techniques=on("low_bit_state"))
     assert fidelities(lossy) == {"optimizer state": Fidelity.LOSSY}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import with_on
 from torch import nn
 
 from oomph.errors import CannotRehearse
@@ -124,7 +125,7 @@ def test_the_better_settings_of_the_allocator_are_found_without_judging_both(spa
 
 
 def test_the_allocators_settings_are_part_of_no_question() -> None:
-    other = dataclasses.replace(HERE, allocator="expandable_segments:True")
+    other = with_on(HERE, cuda_allocator={"conf": "expandable_segments:True"})
     assert question(QUICK_CHECK, HERE) == question(QUICK_CHECK, other)
 
 

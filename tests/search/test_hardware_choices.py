@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import pytest
+from switched_on import on
 from tiny_models import llama, resnet, tokens, vit
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ def planned(gpu: str, allow: str = "rounding") -> Plan:
 
 def test_where_launches_take_longest_micro_batches_are_captured() -> None:
     made = planned("h200")
-    assert made.choices.cuda_graph
+    assert made.choices.techniques.keys() >= {"cuda_graph"}
     (change,) = (one for one in made.changes if one.technique == "CUDA graph")
     assert change.fidelity is Fidelity.EXACT
     assert change.costs < 0
@@ -49,7 +50,7 @@ def test_a_forward_that_reads_its_data_is_not_captured(caplog: pytest.LogCapture
         return model(**{name: tensor[:, :length] for name, tensor in batch.items()}).loss
 
     made = plan(dataclasses.replace(job, loss=loss), gpu="h200", budget="4GiB")
-    assert not made.choices.cuda_graph
+    assert "cuda_graph" not in made.choices.techniques
     assert "no CUDA graph is captured: the forward reads its data" in made.notes
     assert not [one for one in caplog.records if one.name == "oomph"]  # said once
     assert made.predicted.seconds > planned("h200").predicted.seconds
@@ -80,12 +81,13 @@ def test_images_have_channels_last_where_tensor_cores_convolve_them() -> None:
     ],
 )
 def test_elsewhere_images_stay_as_they_are(job: Any, gpu: str | None, allow: str) -> None:
-    assert not plan(job(), gpu=gpu, budget="4GiB", allow=allow).choices.techniques
+    choices = plan(job(), gpu=gpu, budget="4GiB", allow=allow).choices
+    assert "channels_last" not in choices.techniques
 
 
 def test_a_graph_and_a_step_in_backward_exclude_each_other() -> None:
     with pytest.raises(Exception, match="cannot step the optimizer in its backward"):
-        Choices(cuda_graph=True, optimizer_in_backward=True)
+        Choices(optimizer_in_backward=True, techniques=on("cuda_graph"))
 
 
 def step_of(choices: Choices) -> tuple[float, int, int]:
@@ -98,8 +100,10 @@ def step_of(choices: Choices) -> tuple[float, int, int]:
 
 
 def test_a_rehearsed_graph_takes_its_memory_once_and_launches_once_a_part() -> None:
-    plain = Choices(precision="bf16-mixed", micro_batch=1, fused_optimizer=True)
-    graphed = Choices(precision="bf16-mixed", micro_batch=1, fused_optimizer=True, cuda_graph=True)
+    plain = Choices(precision="bf16-mixed", micro_batch=1, techniques=on("fused_optimizer"))
+    graphed = Choices(
+        precision="bf16-mixed", micro_batch=1, techniques=on("fused_optimizer", "cuda_graph")
+    )
     seconds, launches, taken = step_of(plain)
     graphed_seconds, graphed_launches, graphed_taken = step_of(graphed)
     assert graphed_launches < launches / 4

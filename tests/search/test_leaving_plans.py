@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import allocator_conf
 from torch import Tensor, nn
 
 from oomph.errors import DoesNotFit
@@ -95,7 +96,7 @@ def test_such_a_plan_passes_the_check_by_anyone() -> None:
         job="again",
         gpu=H200,
         budget=made.budget,
-        settings=AllocatorSettings.parse(made.choices.allocator),
+        settings=AllocatorSettings.parse(allocator_conf(made.choices)),
         phases=PHASES,
         seconds=0.0,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from switched_on import with_on
 from tiny_models import Residual, albert, bert, chain, gpt2, llama, resnet, rows, t5, tokens
 from torch import Tensor, nn
 
@@ -45,7 +46,9 @@ def look(job: Job, gpu: GPU | None) -> Survey:
 
 def hear(job: Job, gpu: GPU | None = None, base: Choices | None = None) -> OptionProfiles:
     found = look(job, gpu)
-    base = dataclasses.replace(base or Choices(), generation_cache=not found.can_drop_cache)
+    base = base or Choices()
+    if "generation_cache" not in found.unsuited:
+        base = with_on(base, generation_cache={"dropped": True})
     if base.compiled:
         base = dataclasses.replace(base, compiled_others=found.others)
     return profile_options(job, gpu, Clock.of(gpu), found, base)
@@ -99,7 +102,7 @@ def errors(job: Job, gpu: GPU | None, base: Choices) -> list[tuple[int, int]]:
             H200,
             dataclasses.replace(COMPILED, optimizer_in_backward=True),
         ),
-        (functools.partial(bert, 2), H200, dataclasses.replace(MIXED, cast_cache=False)),
+        (functools.partial(bert, 2), H200, with_on(MIXED, cast_cache={"dropped": True})),
         (functools.partial(gpt2, 3), H200, COMPILED),
         (t5, H200, COMPILED),
         (albert, None, Choices()),

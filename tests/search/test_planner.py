@@ -5,27 +5,29 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
+from switched_on import allocator_conf
 from tiny_models import llama, tokens
 from torch import Tensor, nn
 
 from oomph.errors import BadInput, CannotRehearse, DoesNotFit
 from oomph.hardware import GPU, find_gpu
 from oomph.jobs.job import Job
-from oomph.plans.choices import KEEP, MASTERS
+from oomph.plans.choices import KEEP, MASTERS, Choices
 from oomph.plans.fidelity import Fidelity
 from oomph.plans.plan import Plan
 from oomph.plans.precisions import Precision
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.estimation import Estimate, estimate, judge
 from oomph.rehearsal.phases import PHASES, rehearse
-from oomph.search.candidates import PartTimes, least_seconds
-from oomph.search.planner import plan
+from oomph.search.candidates import Candidate, PartTimes, Verdict, least_seconds
+from oomph.search.planner import Planner, plan
+from oomph.search.refining import Tried
 
 WIDTH, DEPTH, SAMPLES, ROWS = 256, 4, 4, 1024
 MIB = 1 << 20
@@ -86,7 +88,7 @@ def judged(made: Plan, for_job: Job, gpu: GPU | None = None) -> Estimate:
         job="again",
         gpu=gpu,
         budget=made.budget,
-        settings=AllocatorSettings.parse(made.choices.allocator),
+        settings=AllocatorSettings.parse(allocator_conf(made.choices)),
         phases=PHASES,
         seconds=0.0,
     )
@@ -436,3 +438,89 @@ def test_with_room_for_everything_no_parts_are_tried() -> None:
     said: list[str] = []
     plan(job(rows=16), gpu="h200", budget="10GiB", say=said.append)
     assert {line for line in said if line.startswith("trying")} == {"trying micro-batches of 4"}
+
+
+LIMIT = 100
+
+
+class QuickChecked:
+    """Plans that a quick check passed, from the fastest on, and what full checks find of them."""
+
+    def __init__(self, fits: set[float], leaner: dict[float, float], taken: int = 1) -> None:
+        self.checked: list[float] = []
+        self._fits, self._lean = fits, leaner
+        self._taken = taken
+        # The planner's checker and trials, too.
+        self._checker = self
+        self.limit = LIMIT
+
+    def confirmed(self, host: int | None = None, known: Collection[float] = ()) -> float | None:
+        self._known = known
+        planner: Any = self
+        found = Planner._confirmed(planner, planner, planner, host)
+        return None if found is None else found[1].seconds
+
+    def fastest_first(self, best: Tried, host: int | None) -> list[Tried]:
+        choices = [Choices(optimizer_on="host", gpu_share=share) for share in (0.1, 0.2, 0.3, 0.4)]
+        return [Tried(choices=one, seconds=one.gpu_share) for one in choices]
+
+    def who_has(self, choices: Choices) -> tuple[Verdict, Candidate]:
+        return self._verdict(True, 0), self._candidate(choices.gpu_share)
+
+    def was_checked(self, candidate: Candidate) -> bool:
+        return candidate.seconds in self._known
+
+    def _check_and_price(self, candidate: Candidate) -> tuple[Verdict, Candidate]:
+        self.checked.append(candidate.seconds)
+        lean = candidate.seconds in self._lean.values()
+        fits = lean or candidate.seconds in self._fits
+        return self._verdict(fits, self._taken if lean else 0), candidate
+
+    def _leaner(self, candidate: Candidate, missing: int) -> Candidate | None:
+        assert missing == 7
+        seconds = self._lean.get(candidate.seconds)
+        return None if seconds is None else self._candidate(seconds)
+
+    def _rehearsed_seconds(self, verdict: Verdict, candidate: Candidate) -> float:
+        return candidate.seconds
+
+    def _verdict(self, fits: bool, host: int) -> Verdict:
+        return Verdict(fits, LIMIT + 7, 0, host, 1.0, "", False)
+
+    def _candidate(self, seconds: float) -> Candidate:
+        nothing: Any = None
+        choices = Choices(optimizer_on="host", gpu_share=seconds)
+        return Candidate(
+            seconds=seconds, number=0, profiles=nothing, solution=nothing, choices=choices
+        )
+
+
+class TestPlansThatAQuickCheckPassed:
+    def test_the_next_is_taken_where_the_whole_job_does_not_fit(self) -> None:
+        quick = QuickChecked({0.2, 0.3}, {})
+        assert quick.confirmed() == 0.2
+        assert quick.checked == [0.1, 0.2]
+
+    def test_what_was_checked_as_a_whole_is_not_checked_again(self) -> None:
+        quick = QuickChecked({0.2}, {})
+        assert quick.confirmed(known={0.1}) == 0.1
+        assert quick.checked == []
+
+    def test_none_is_taken_where_none_fits_and_few_are_looked_at(self) -> None:
+        quick = QuickChecked({0.4}, {})
+        assert quick.confirmed() is None
+        assert quick.checked == [0.1, 0.2, 0.3]
+
+    def test_one_with_leaner_blocks_is_taken_where_it_is_faster_than_the_next(self) -> None:
+        quick = QuickChecked({0.2}, {0.1: 0.15})
+        assert quick.confirmed() == 0.15
+        assert quick.checked == [0.1, 0.15], "what is slower is not looked at"
+
+    def test_and_the_next_is_taken_where_that_is_faster(self) -> None:
+        assert QuickChecked({0.2}, {0.1: 0.25}).confirmed() == 0.2
+        assert QuickChecked(set(), {0.1: 0.35, 0.2: 0.32}).confirmed() == 0.32
+
+    def test_leaner_blocks_may_take_no_more_host_memory_than_there_is(self) -> None:
+        quick = QuickChecked({0.2}, {0.1: 0.15}, taken=50)
+        assert quick.confirmed(host=49) == 0.2
+        assert quick.confirmed(host=50) == 0.15

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from switched_on import with_on
 
 from oomph.errors import CannotRehearse
 from oomph.plans.choices import MASTERS, Choices
@@ -72,7 +73,7 @@ def test_beside_a_check_less_is_priced_here(here: list[Choices]) -> None:
     one.begin_beside_a_check(PLAN, WANTED)
     assert EAGER in beside(second) and len(beside(second)) == 3
     # The check decides by which settings of the allocator it is a plan.
-    settled = [dataclasses.replace(w, allocator="expandable_segments:True") for w in WANTED]
+    settled = [with_on(w, cuda_allocator={"conf": "expandable_segments:True"}) for w in WANTED]
     assert one.price_all(settled) == [worth(w) for w in WANTED]
     assert len(here) == 1
 

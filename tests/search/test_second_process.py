@@ -124,6 +124,18 @@ def test_it_comes_to_one_question_after_the_other(begin: Begin) -> None:
     assert not second.comes_to_later("what it was not asked")
 
 
+def test_an_answer_that_has_come_makes_the_next_question_the_one_it_is_busy_with(
+    begin: Begin,
+) -> None:
+    second = begin(lambda seconds: [time.sleep(seconds)])
+    second.ask([0, 3600, 3601])
+    until = time.monotonic() + 60
+    while second.comes_to_later(3600):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert second.comes_to_later(3601)
+
+
 def test_answers_larger_than_a_pipe_come_whole(begin: Begin) -> None:
     second = begin(lambda size: "x" * size)
     second.ask([300_000, 200_000])

@@ -226,6 +226,44 @@ SPLIT: dict[str, Tail] = {
     "matmul": lambda o, b, m: (o @ m.square).square().mean(),
     "matmul from the left": lambda o, b, m: (m.kernel[:, :, 0] @ o).square().mean(),
     "bmm of a sample with itself": lambda o, b, m: torch.bmm(o, b["y"].mT).square().mean(),
+    "bmm with the samples in the middle": lambda o, b, m: (
+        torch.bmm(o.transpose(0, 1), m.square.expand(LENGTH, WIDTH, WIDTH)).square().mean()
+    ),
+    "bmm with the samples at the end": lambda o, b, m: (
+        torch.bmm(m.square.expand(LENGTH, WIDTH, WIDTH), o.permute(1, 2, 0)).square().mean()
+    ),
+    "bmm over the samples": lambda o, b, m: torch.bmm(
+        o.permute(1, 2, 0), b["y"].transpose(0, 1)
+    ).sum(),
+    "baddbmm of a sample with itself": lambda o, b, m: (
+        torch.baddbmm(o @ o.mT, o, b["y"].mT).square().mean()
+    ),
+    "baddbmm with the samples in the middle": lambda o, b, m: (
+        torch.baddbmm(b["y"].transpose(0, 1), o.transpose(0, 1), m.square.expand(LENGTH, -1, -1))
+        .square()
+        .mean()
+    ),
+    "baddbmm with the samples at the end": lambda o, b, m: (
+        torch.baddbmm(b["y"].permute(1, 2, 0), m.square.expand(LENGTH, -1, -1), o.permute(1, 2, 0))
+        .square()
+        .mean()
+    ),
+    "mm": lambda o, b, m: torch.mm(o.sum(1), m.square).square().mean(),
+    "mm from the left": lambda o, b, m: torch.mm(m.square, o.sum(1).mT).square().mean(),
+    "mm over the samples": lambda o, b, m: torch.mm(o.sum(1).mT, b["y"].sum(1)).sum(),
+    "addmm": lambda o, b, m: torch.addmm(b["y"].sum(1), o.sum(1), m.square).square().mean(),
+    "addmm from the left": lambda o, b, m: (
+        torch.addmm(b["y"].sum(1).mT, m.square, o.sum(1).mT).square().mean()
+    ),
+    "mv": lambda o, b, m: torch.mv(o.sum(1), m.vector).square().mean(),
+    "mv over the samples": lambda o, b, m: torch.mv(o.sum(1).mT, b["weight"]).sum(),
+    "addmv": lambda o, b, m: torch.addmv(b["weight"], o.sum(1), m.vector).square().mean(),
+    "dot": lambda o, b, m: torch.dot(each(o), b["weight"]),
+    "vdot": lambda o, b, m: torch.vdot(b["weight"], each(o)),
+    "addr": lambda o, b, m: torch.addr(o.sum(1), b["weight"], m.vector).square().mean(),
+    "addr with the samples at the end": lambda o, b, m: (
+        torch.addr(o.sum(1).mT, m.vector, b["weight"]).square().mean()
+    ),
     "einsum": lambda o, b, m: torch.einsum("btw,vw->btv", o, m.square).square().mean(),
     "einsum of a sample": lambda o, b, m: torch.einsum("btw,bsw->bts", o, b["y"]).tanh().sum(),
     "einsum that sums": lambda o, b, m: torch.einsum("btw,btw->", o, b["y"]),

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from oomph.memory.link import Link
 from oomph.memory.numbered_store import OpenStore
 from oomph.techniques import streamed_step
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.host_tensors import gpu_like
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.streamed_weights import StreamedWeights

@@ -1,18 +1,28 @@
-"""Settings of techniques that have nothing to set but whether they are on."""
+"""Settings of techniques by name, for choices that a test makes itself."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from oomph.plans.choices import Choices
-from oomph.plans.techniques import Settings, read_settings
+from oomph.plans.techniques import Settings, read_settings, technique_named
 
 
-def on(*names: str) -> dict[str, Settings]:
-    """As `Choices(techniques=…)` takes them."""
-    return {name: read_settings(name, {"enabled": True}) for name in names}
+def on(*names: str, **told: Mapping[str, Any]) -> dict[str, Settings]:
+    """As `Choices(techniques=…)` takes them: those that are only enabled, and those told more."""
+    every = {**{name: {"enabled": True} for name in names}, **told}
+    return {name: read_settings(name, values) for name, values in every.items()}
 
 
-def with_on(choices: Choices, *names: str) -> Choices:
+def with_on(choices: Choices, *names: str, **told: Mapping[str, Any]) -> Choices:
     """The same, with these techniques on."""
-    return dataclasses.replace(choices, techniques={**choices.techniques, **on(*names)})
+    for name, settings in on(*names, **told).items():
+        choices = choices.using(name, settings)
+    return choices
+
+
+def allocator_conf(choices: Choices) -> str:
+    """What the allocator is told."""
+    told: str = choices.settings(technique_named("cuda_allocator")).as_dict()["conf"]
+    return told

@@ -125,6 +125,18 @@ def test_whoever_looks_sees_the_last_step(how: str, share: float) -> None:
     _same(LOOKS["parameters"](training), LOOKS["parameters"](Training(recipe=CLIPPED).run(3)))
 
 
+def test_state_is_taken_away_as_from_a_dictionary() -> None:
+    training, plain = begun(), plainly()
+    state = training.optimizer.state
+    first, *_ = training.model.parameters()
+    its, expected = state.pop(first), plain.optimizer.state.pop(next(plain.model.parameters()))
+    _same(its, expected)
+    assert state.pop(first, "nothing") == "nothing"
+    with pytest.raises(KeyError):
+        state.pop(first)
+    assert first not in state and len(state) == len(plain.optimizer.state)
+
+
 def test_who_looks_at_one_weight_does_not_complete_the_whole_step() -> None:
     training = begun()
     torch.sum(training.model.embed.weight)

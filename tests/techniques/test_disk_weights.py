@@ -40,7 +40,8 @@ from oomph.memory.scratch_file import ScratchFile
 from oomph.techniques import disk_state
 from oomph.techniques import disk_weights as cold_weights
 from oomph.techniques.disk_weights import BUFFERS_OF_PIECES, OnDisk
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.optimizer_twin import is_elementwise
 from oomph.techniques.step_buckets import cuts_of
 from oomph.techniques.streamed_weights import StreamedWeights

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.techniques.fp8_products import can_multiply_in_fp8, multiply_in_fp8
+from oomph.hardware import find_gpu
+from oomph.plans.choices import Choices
+from oomph.techniques.fp8_products import FP8Products, can_multiply_in_fp8, multiply_in_fp8
+from oomph.techniques.technique import SearchContext
 
 
 def layer(bias: bool = True) -> nn.Linear:
@@ -95,3 +100,23 @@ def test_only_plain_linear_layers_of_fitting_sizes_are_taken() -> None:
     assert not can_multiply_in_fp8(nn.Linear(32, 17))
     assert not can_multiply_in_fp8(nn.Conv1d(16, 16, 1))
     assert not can_multiply_in_fp8(nn.modules.linear.NonDynamicallyQuantizableLinear(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("card", "choices", "reason"),
+    [
+        ("h200", {}, ""),
+        ("h200", {"precision": "bf16"}, ""),
+        ("a100-80gb", {}, "the card does not multiply in FP8"),
+        (None, {}, "the card does not multiply in FP8"),
+        ("h200", {"compiled": False}, "only compiled blocks are faster for it"),
+        ("h200", {"precision": "fp32"}, "products are rounded from bf16 alone"),
+        ("h200", {"precision": "fp16-mixed"}, "products are rounded from bf16 alone"),
+    ],
+)
+def test_it_is_for_compiled_blocks_in_bf16_on_cards_that_have_it(
+    card: str | None, choices: dict[str, Any], reason: str
+) -> None:
+    planned = Choices(**{"precision": "bf16-mixed", "compiled": True, **choices})
+    context = SearchContext(gpu=find_gpu(card) if card else None, choices=planned)
+    assert FP8Products().why_not(context) == reason

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import oomph
 from oomph.errors import BadInput
 from oomph.rehearsal.world import pretend
-from oomph.techniques.fused_optimizer import can_fuse, fuse_optimizer
+from oomph.techniques.fused_optimizer import fuse_optimizer, why_not_fused
 
 VARIANTS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.Adam, {}),
@@ -90,6 +90,18 @@ def test_undo_leaves_what_was_fused_before_fused() -> None:
     assert optimizer._step_supports_amp_scaling
 
 
+def test_once_undone_an_optimizer_that_counts_steps_on_the_host_does_so_again() -> None:
+    with pretend(oomph.find_gpu("h200")):
+        model = make_model().to("cuda")
+        optimizer = torch.optim.Adagrad(model.parameters())
+        if why_not_fused(optimizer):
+            pytest.skip("Adagrad has a fused kernel for GPUs from torch 2.13 on")
+        undo = fuse_optimizer(optimizer)
+        assert all(state["step"].is_cuda for state in optimizer.state.values())
+        undo()
+        assert all(state["step"].is_cpu for state in optimizer.state.values())
+
+
 def test_a_state_that_is_loaded_later_is_fused_too() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -123,7 +135,7 @@ def test_a_loss_scaler_works_with_the_fused_step() -> None:
 def test_what_has_no_fused_kernel_is_refused() -> None:
     for cls in (torch.optim.RMSprop, torch.optim.Adadelta):
         optimizer = cls(make_model().parameters())
-        assert not can_fuse(optimizer)
+        assert why_not_fused(optimizer)
         with pytest.raises(BadInput, match=f"{cls.__name__} has no fused kernel"):
             fuse_optimizer(optimizer)
     complex_weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
@@ -133,7 +145,7 @@ def test_what_has_no_fused_kernel_is_refused() -> None:
         fuse_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(2, device="meta"))]))
     with pytest.raises(BadInput, match="not differentiable"):
         fuse_optimizer(torch.optim.Adam(make_model().parameters(), differentiable=True))
-    assert can_fuse(torch.optim.Adam(make_model().parameters()))
+    assert not why_not_fused(torch.optim.Adam(make_model().parameters()))
 
 
 @pytest.mark.parametrize(("version", "can"), [("2.11.0", False), ("2.13.0", True)])
@@ -143,7 +155,7 @@ def test_adagrad_is_fused_on_a_gpu_where_torch_can(
     with pretend(oomph.find_gpu("h200")):
         optimizer = torch.optim.Adagrad(make_model().to("cuda").parameters())
         monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-        assert can_fuse(optimizer) is can
+        assert (not why_not_fused(optimizer)) is can
 
 
 def test_on_a_gpu_counters_follow_and_the_step_needs_no_copies() -> None:
@@ -206,11 +218,11 @@ def test_what_gets_its_first_gradient_later_begins_with_the_momentum_of_a_first_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_stepped_by_no_fused_sgd_on_the_cpu(dtype: torch.dtype) -> None:
     optimizer = torch.optim.SGD(make_model().to(dtype).parameters())
-    assert not can_fuse(optimizer)
+    assert why_not_fused(optimizer)
     with pytest.raises(BadInput, match="fused SGD does not step"):
         fuse_optimizer(optimizer)
     with pretend(oomph.find_gpu("h200")):
-        assert can_fuse(torch.optim.SGD(make_model().to("cuda", dtype).parameters()))
+        assert not why_not_fused(torch.optim.SGD(make_model().to("cuda", dtype).parameters()))
 
 
 def _turned(tensor: Tensor) -> Tensor:

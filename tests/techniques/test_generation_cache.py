@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from switched_on import on
 from torch import Tensor, nn
 
 from oomph.hardware import find_gpu
@@ -20,8 +21,9 @@ from oomph.plans.choices import Choices
 from oomph.rehearsal.estimation import estimate
 from oomph.runs.run import Run, apply
 from oomph.search.planner import plan
-from oomph.search.survey import BESIDE_A_CACHE, Survey, survey
+from oomph.search.survey import Survey, survey
 from oomph.techniques.generation_cache import (
+    BESIDE_A_CACHE,
     caching_modules,
     evaluating_the_loss,
     without_cache,
@@ -133,36 +135,38 @@ def test_the_outermost_module_that_can_be_told_is() -> None:
     assert not list(caching_modules(nn.Sequential(nn.Linear(2, 2))))
 
 
+def can_drop(found: Survey) -> bool:
+    return "generation_cache" not in found.unsuited
+
+
 @pytest.mark.parametrize("build", [llama, gpt2, t5, Wrapped])
 def test_a_survey_finds_out_who_keeps_something(build: Callable[[], nn.Module]) -> None:
     found = look(build)
-    assert found.can_drop_cache
+    assert can_drop(found)
     assert BESIDE_A_CACHE not in found.left_alone
 
 
 def test_so_it_does_where_outputs_are_tuples() -> None:
-    assert look(
-        llama, loss=lambda model, batch: model(**batch, return_dict=False)[0]
-    ).can_drop_cache
+    assert can_drop(look(llama, loss=lambda model, batch: model(**batch, return_dict=False)[0]))
 
 
 def test_who_keeps_nothing_is_left_alone() -> None:
-    assert not look(bert).can_drop_cache
-    assert not look(mamba).can_drop_cache  # by itself, in training
+    assert not can_drop(look(bert))
+    assert not can_drop(look(mamba))  # by itself, in training
 
     def told_by_its_owner() -> nn.Module:
         model = llama()
         model.config.use_cache = False
         return model
 
-    assert not look(told_by_its_owner).can_drop_cache
+    assert not can_drop(look(told_by_its_owner))
 
 
 def test_rows_of_several_samples_keep_it() -> None:
     # Without it transformers would keep the samples apart, which the untouched job does not.
     positions = (torch.arange(LENGTH) % 8).expand(4, LENGTH)
     found = look(llama, {**tokens(), "position_ids": positions})
-    assert not found.can_drop_cache
+    assert not can_drop(found)
     assert BESIDE_A_CACHE in found.left_alone
 
 
@@ -173,7 +177,7 @@ def test_a_loss_that_reads_it_keeps_it() -> None:
         return output.loss + keys.square().mean()
 
     found = look(llama, loss=loss)
-    assert not found.can_drop_cache
+    assert not can_drop(found)
     assert BESIDE_A_CACHE in found.left_alone
 
 
@@ -182,7 +186,7 @@ def test_a_plan_drops_it_and_says_so() -> None:
     job = Job(llama, None, "adamw", functools.partial(tokens, samples))
     need = estimate(job, gpu=H200).smallest_budget
     made = plan(job, budget=need - (40 << 20), gpu=H200)
-    assert not made.choices.generation_cache
+    assert "generation_cache" in made.choices.techniques
     assert made.choices.compiled
     assert made.choices.recomputed
     assert not made.notes
@@ -232,5 +236,5 @@ def applied(build: Callable[[], nn.Module], model: nn.Module, batch: Any) -> Run
     assert blocks
     job = Job(model, None, optimizer, batch)
     made = plan(job, budget=1 << 40)
-    choices = Choices(blocks=blocks, generation_cache=False)
+    choices = Choices(blocks=blocks, techniques=on(generation_cache={"dropped": True}))
     return apply(dataclasses.replace(made, choices=choices), job)

@@ -34,7 +34,8 @@ from oomph.memory.link import InstantLink, Link
 from oomph.techniques import host_optimizer, host_step
 from oomph.techniques.fused_optimizer import fuse_optimizer
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.low_bit_state import low_bit_state
 from oomph.techniques.optimizer_twin import OptimizerTwin
 from oomph.techniques.recompute import recompute

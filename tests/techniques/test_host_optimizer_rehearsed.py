@@ -16,7 +16,8 @@ from oomph.rehearsal.host_memory import CORES_REACH
 from oomph.rehearsal.link import HOST_ADAM, REACHED, RehearsedLink
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.host_step import MADE, STEPPED
 from oomph.techniques.master_weights import MasterWeights
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import oomph
 from oomph.errors import SteppedTooEarly
 from oomph.memory.link import InstantLink
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.later_reads import LaterReads
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
 from oomph.techniques.recompute import recompute

@@ -16,7 +16,8 @@ from oomph.memory.link import InstantLink
 from oomph.rehearsal.link import RehearsedLink
 from oomph.rehearsal.recorder import Recorder, Side
 from oomph.rehearsal.world import pretend
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.placing import PlacedWeights, move_training
 

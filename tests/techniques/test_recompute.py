@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -189,3 +190,71 @@ def test_running_statistics_are_updated_once(keep: Sequence[str], momentum: floa
     assert int(block[1].num_batches_tracked) == 3
     grads = [(a.grad, b.grad) for a, b in zip(plain.parameters(), block.parameters(), strict=True)]
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in grads)
+
+
+class Guarded(nn.Module):
+    """Catches the errors of what it computes, in one of the usual ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).tanh()
+        is_done = True
+        try:
+            y = self.down(hidden).exp()
+        except Exception as error:
+            if self.way == "renamed":
+                raise ValueError("the last layer failed") from error
+            if self.way == "hidden":
+                raise ValueError("the last layer failed") from None
+            if self.way == "another way at once":
+                return x + (hidden @ self.down.weight.T + self.down.bias).exp()
+            is_done = False
+        return x + (y if is_done else F.linear(hidden, self.down.weight, self.down.bias).exp())
+
+
+@pytest.mark.parametrize(
+    "way", ["renamed", "hidden", "another way at once", "another way", "not at all"]
+)
+def test_a_block_that_catches_errors_does_not_catch_the_end_of_its_recomputation(way: str) -> None:
+    def run(block: nn.Module) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+        block(x).square().sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
+
+    expected, block = run(Guarded(way)), Guarded(way)
+    recompute(block)
+    assert all(map(torch.equal, run(block), expected))
+
+
+class Fails(nn.Linear):
+    """Fails when it runs again."""
+
+    error: type[BaseException]
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = any("unpack" in frame.name for frame in traceback.extract_stack())
+        if again and issubclass(self.error, Exception):
+            raise self.error("no second time")
+        try:
+            return super().forward(x).exp()
+        except Exception:
+            raise self.error from None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_errors_of_a_recomputation_itself_are_raised_as_they_are(
+    error: type[BaseException],
+) -> None:
+    block = Fails(8, 8)
+    block.error = error
+    recompute(block)
+    out = block(torch.ones(2, 8, requires_grad=True)).sum()
+    with pytest.raises(error):
+        out.backward()

@@ -22,9 +22,10 @@ from torch import nn
 from transformers import TrainingArguments
 
 import oomph
-from oomph.engine.applying import apply_choices
+from oomph.engine.applying import Applied, apply_choices
 from oomph.engine.step import train_step
-from oomph.errors import BadInput, DoesNotFit, StalePlan
+from oomph.errors import BadInput, CannotRehearse, DoesNotFit, StalePlan
+from oomph.hardware.timing.clock import Clock
 from oomph.integrations.framework_plan import plan_for_framework
 from oomph.integrations.transformers import arguments_diff
 from oomph.jobs.job import Job
@@ -39,8 +40,11 @@ from oomph.plans.techniques import (
     technique_named,
     unregister,
 )
+from oomph.search.changes import to_be_priced
 from oomph.search.checker import Checker
-from oomph.techniques.technique import SearchContext, Technique, techniques
+from oomph.search.survey import Survey, survey
+from oomph.splitting import prove_split
+from oomph.techniques.technique import SearchContext, Technique, Undo, techniques
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_technique.py"
@@ -90,7 +94,7 @@ def halved(module: Any, **settings: Any) -> dict[str, Settings]:
 
 def test_a_job_that_fits_only_with_it_is_planned_with_it(example: Any) -> None:
     made = oomph.plan(example.make_job(), budget="44MiB")
-    assert made.choices.techniques == halved(example)
+    assert made.choices.techniques[NAME] == halved(example)[NAME]
     assert made.predicted.peak.device <= made.budget
     (change,) = (one for one in made.changes if one.technique == "saved tensors")
     assert (change.before, change.after) == ("as they are", "in bf16")
@@ -108,14 +112,14 @@ def test_a_job_that_is_faster_with_it_is_planned_with_it(example: Any) -> None:
     made = oomph.plan(blocks_job(), budget="90MiB")
     unregister(NAME)
     without = oomph.plan(blocks_job(), budget="90MiB")
-    assert made.choices.techniques == halved(example)
+    assert made.choices.techniques[NAME] == halved(example)[NAME]
     assert made.predicted.seconds < without.predicted.seconds
     assert len(made.choices.recomputed) < len(without.choices.recomputed)
 
 
 def test_a_job_that_needs_nothing_of_it_is_planned_as_ever(example: Any) -> None:
     made = oomph.plan(blocks_job(), budget="1GiB")
-    assert made.choices.techniques == {}
+    assert NAME not in made.choices.techniques
     assert made.fidelity is Fidelity.EXACT
 
 
@@ -139,7 +143,7 @@ def test_it_costs_a_few_rehearsals_and_none_where_it_does_not_apply(
     assert 0 < sum(NAME in choices.techniques for choices in checks) <= 3
     checks.clear()
     oomph.plan(blocks_job(precision="bf16-mixed"), budget="80MiB")
-    assert checks and not any(choices.techniques for choices in checks)
+    assert checks and not any(NAME in choices.techniques for choices in checks)
 
 
 # -- applied ---------------------------------------------------------------------------------------
@@ -206,7 +210,7 @@ def test_a_plan_with_it_is_saved_and_loaded(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     stored = json.loads(path.read_text())
-    assert stored["choices"]["techniques"] == {NAME: {"dtype": "bf16", "at_least": 1024}}
+    assert stored["choices"]["techniques"][NAME] == {"dtype": "bf16", "at_least": 1024}
     assert Plan.load(path) == plan
     # What a file does not name has its default.
     del stored["choices"]["techniques"][NAME]["at_least"]
@@ -253,7 +257,7 @@ def test_a_loop_that_is_not_ours_is_planned_with_it_if_it_may(
         job = dataclasses.replace(job, optimizer=optimizer)
         return plan_for_framework(job, device=torch.device("cpu"), budget="44MiB", allow="rounding")
 
-    assert planned().choices.techniques == halved(example)
+    assert planned().choices.techniques[NAME] == halved(example)[NAME]
     monkeypatch.setattr(example.SavedInHalf, "runs_in_foreign_loops", False)
     with pytest.raises(DoesNotFit):
         planned()
@@ -347,8 +351,6 @@ def test_settings_of_another_technique_are_refused() -> None:
 
 
 def test_what_belongs_with_a_technique_is_priced_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from oomph.search.changes import to_be_priced
-
     before = Choices(blocks={"a": KEEP})
     after = dataclasses.replace(before, compiled=True, techniques=on("channels_last"))
     channels = type(technique_named("channels_last"))
@@ -356,6 +358,85 @@ def test_what_belongs_with_a_technique_is_priced_with_it(monkeypatch: pytest.Mon
     assert before in to_be_priced(before, after)
     monkeypatch.setattr(channels, "belongs_with", ())
     assert before not in to_be_priced(before, after)
+
+
+class Counted(Nothing):
+    """Counts how often it is applied, and taken back."""
+
+    applied = taken_back = 0
+
+    def options(self, context: SearchContext) -> list[NoSettings]:
+        return [NoSettings(enabled=True)]
+
+    def apply(self, settings: NoSettings, context: Any) -> Undo:
+        type(self).applied += 1
+
+        def undo() -> None:
+            type(self).taken_back += 1
+
+        return undo
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Counted]]:
+    for name in ("applied", "taken_back"):
+        monkeypatch.setattr(Counted, name, 0)
+    register(Counted)
+    yield Counted
+    unregister("nothing")
+
+
+@pytest.mark.parametrize("rests_on_all", [False, True])
+def test_one_that_can_be_switched_comes_and_goes_while_a_run_goes_on(
+    counted: type[Counted], rests_on_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    optimizer = make_optimizer(model)
+    job = Job(model, loss_of, optimizer, make_batch(0))
+    applied = Applied(Choices(), job, model, optimizer, device_type="cpu")
+    with_it = Choices(techniques=on("nothing"))
+    with pytest.raises(BadInput, match="cannot be switched while a run goes on"):
+        applied.switch(with_it)
+    monkeypatch.setattr(counted, "can_be_switched", True)
+    monkeypatch.setattr(counted, "rests_on_all", rests_on_all)
+    applied.switch(with_it)
+    assert (counted.applied, counted.taken_back) == (1, 0)
+    applied.switch(dataclasses.replace(with_it, micro_batch=2))
+    assert (counted.applied, counted.taken_back) == ((2, 1) if rests_on_all else (1, 0))
+    applied.switch(Choices())
+    assert counted.taken_back == counted.applied
+    applied.undo()
+
+
+def test_one_that_changes_no_tensor_is_priced_without_a_rehearsal(
+    counted: type[Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = Choices(techniques=on("nothing"))
+    assert to_be_priced(Choices(), after) == [Choices()]
+    monkeypatch.setattr(counted, "concerns_tensors", False)
+    assert to_be_priced(Choices(), after) == []
+    assert after.concerning_tensors == Choices()
+
+
+def test_one_that_alters_the_forward_is_there_when_the_model_is_looked_at(
+    counted: type[Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> Survey:
+        return survey(blocks_job(), None, Clock.of(None), lambda *_: None)
+
+    look()
+    assert counted.applied == 0
+    monkeypatch.setattr(counted, "alters_forward", True)
+    assert "nothing" not in look().unsuited
+    assert counted.applied == 1
+    prove_split(blocks_job(), None, choices=Choices(techniques=on("nothing")))
+    assert counted.applied > 1
+
+    def refuse(*_: Any) -> Undo:
+        raise CannotRehearse("the loss wants it")
+
+    monkeypatch.setattr(counted, "apply", refuse)
+    assert look().unsuited["nothing"] == "the loss wants it"
 
 
 @pytest.mark.parametrize("technique", techniques(), ids=lambda one: one.name)

@@ -13,7 +13,7 @@ from host_training import Recipe, Training, nearly, overflowing, plain, same_bit
 from test_host_optimizer import LINKS, of
 
 from oomph.errors import BadInput
-from oomph.techniques import host_optimizer
+from oomph.techniques import host_placement
 
 STEPS = 7
 """A step that uses every parameter comes back twice."""
@@ -71,7 +71,7 @@ def test_the_host_steps_none_of_it(name: str) -> None:
 def test_hardly_any_state_is_not_worth_a_copy(
     name: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_optimizer, "LITTLE", 0.01)
+    monkeypatch.setattr(host_placement, "LITTLE", 0.01)
     trained = begun(name, gpu_share=share, keep_gradients=3000)
     same_bits(trained.run(STEPS), plainly(name))
     assert trained.host is not None

@@ -21,9 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from oomph.errors import BadInput
 from oomph.memory.link import Copy, HostWork, InstantLink, Link
 from oomph.techniques.compiled_blocks import compile_block
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
+from oomph.techniques.saved_weights import SavedWeights
 from oomph.techniques.streamed_weights import StreamedWeights
 from oomph.techniques.watched_tensors import own_work
 
@@ -326,13 +328,13 @@ def test_copies_of_weights_by_autocast_do_not_outlive_their_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     casts: list[weakref.ref[Any]] = []
-    note = StreamedWeights._note_cast
+    note = SavedWeights._note_cast
 
-    def watch(streamed: StreamedWeights, source: Tensor, cast: Tensor) -> None:
+    def watch(streamed: SavedWeights, source: Tensor, cast: Tensor) -> None:
         casts.append(weakref.ref(cast.untyped_storage()))
         note(streamed, source, cast)
 
-    monkeypatch.setattr(StreamedWeights, "_note_cast", watch)
+    monkeypatch.setattr(SavedWeights, "_note_cast", watch)
     streaming = Streaming(Case(autocast=True), InstantLink())
     weights = {tuple(p.shape) for p in streaming.net.blocks.parameters()}
     with torch.autocast("cpu", torch.bfloat16):

@@ -17,7 +17,8 @@ from oomph.rehearsal.compiled import stand_in_for_compiled
 from oomph.rehearsal.link import REACHED, RehearsedLink
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.world import pretend
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
 

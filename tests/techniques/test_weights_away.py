@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from oomph.errors import BadInput
 from oomph.memory.link import Copy, InstantLink, Link
 from oomph.techniques.compiled_blocks import compile_block
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights

@@ -175,6 +175,18 @@ def _trees() -> None:
     assert pytree.tree_is_leaf(1) and not pytree.tree_is_leaf([1])
 
 
+@does("utils._pytree.GetAttrKey", "utils._pytree.register_pytree_node")
+def _attributes() -> None:
+    class Held:
+        def __init__(self, held: dict[str, Any]) -> None:
+            vars(self).update(held)
+
+    pytree.register_attributes(Held, vars, Held)
+    (place, leaf), = pytree.tree_flatten_with_path(Held({"x": 1}))[0]  # fmt: skip
+    assert (pytree.keystr(place), leaf) == (".x", 1)
+    assert pytree.tree_map(str, Held({"x": 1})).x == "1"
+
+
 class _Seen(dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

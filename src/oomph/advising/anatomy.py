@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomph.jobs.job import repeated_blocks
+from oomph.jobs.blocks import repeated_blocks
 from oomph.torch_compat.modules import parameters_of
 from oomph.torch_compat.pytree import tree_leaves
 

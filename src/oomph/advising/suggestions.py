@@ -18,7 +18,8 @@ from oomph.advising.anatomy import Anatomy
 from oomph.advising.costs import Cost, Edit, cost_of, edited
 from oomph.errors import OomphError
 from oomph.hardware import GPU
-from oomph.jobs.job import Job, repeated_blocks
+from oomph.jobs.blocks import repeated_blocks
+from oomph.jobs.job import Job
 from oomph.torch_compat.modules import parameters_of
 from oomph.units import format_bytes
 

@@ -27,8 +27,18 @@ from oomph.report.text import print_table
 from oomph.report.trained import describe_step, describe_training
 
 if TYPE_CHECKING:
-    from oomph.runs.loading import Resumed
+    import torch
+
+    from oomph.jobs.job import Job
+    from oomph.plans.plan import Plan
+    from oomph.runs.loading import Resumed, Stored
     from oomph.runs.training import Trained
+    from oomph.search.attempt import Attempt
+
+
+_PlanFile = Annotated[
+    str | None, typer.Option("--plan", metavar="FILE", help="A plan of `oomph plan --save FILE`.")
+]
 
 
 @with_groups
@@ -36,10 +46,7 @@ def train(
     options: JobOptions,
     how: PlanOptions,
     budget: BudgetOption = None,
-    plan_file: Annotated[
-        str | None,
-        typer.Option("--plan", metavar="FILE", help="A plan of `oomph plan --save FILE`."),
-    ] = None,
+    plan_file: _PlanFile = None,
     steps: Annotated[int, typer.Option(min=1, help="The optimizer step to train up to.")] = 10,
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: cuda if there.")
@@ -82,27 +89,17 @@ def train(
         import torch
 
         from oomph.jobs.sources import job_to_train
-        from oomph.plans.plan import Plan
         from oomph.report.page.sources import page_of_attempt, page_of_training
-        from oomph.runs.checkpoint_folder import checkpoints
-        from oomph.runs.loading import Stored
-        from oomph.runs.run import free_host_memory
-        from oomph.runs.training import Saving, Trained, card_of, choose_device
+        from oomph.runs.training import Saving, Trained, choose_device
         from oomph.runs.training import train as take_steps
-        from oomph.search.attempt import Attempt, NoPlan, try_plan
+        from oomph.search.attempt import NoPlan
 
         target = choose_device(device)
-        saved = Plan.load(plan_file) if plan_file is not None else None
-        begins = resume is None or (resume == save and not checkpoints(Path(resume)))
-        stored = None if begins else Stored(Path(str(resume)))
-        if stored is not None and saved is None and budget is None and not any(how.changed()):
-            saved = stored.plan()
+        stored = _checkpoint_to_resume(resume, save)
+        saved = _saved_plan(plan_file, stored, asked=budget is not None or any(how.changed()))
         torch.manual_seed(0)
         job, loader = job_to_train(**options.source())
-        under = how.as_arguments()
-        if how.host is None:
-            under["host"] = free_host_memory(job.model, target)
-        plan: Attempt = saved or try_plan(job, budget=budget, gpu=card_of(target), say=say, **under)
+        plan = saved or _new_plan(job, budget, how, target, say)
     if isinstance(plan, NoPlan):
         save_html(html, lambda: page_of_attempt(plan))
         return answer(plan, describe_attempt(plan), as_json)
@@ -124,6 +121,38 @@ def train(
     trained = Trained(plan=plan, device=target.type, steps=tuple(taken))
     save_html(html, lambda: page_of_training(trained))
     return _print(trained, as_json)
+
+
+def _checkpoint_to_resume(resume: str | None, save: str | None) -> Stored | None:
+    """The newest checkpoint there; None to begin anew, as in a folder to save in that is empty."""
+    from oomph.runs.checkpoint_folder import checkpoints
+    from oomph.runs.loading import Stored
+
+    if resume is None or (resume == save and not checkpoints(Path(resume))):
+        return None
+    return Stored(Path(resume))
+
+
+def _saved_plan(plan_file: str | None, stored: Stored | None, *, asked: bool) -> Plan | None:
+    """The plan of a file, or of the checkpoint unless another is asked for."""
+    from oomph.plans.plan import Plan
+
+    if plan_file is not None:
+        return Plan.load(plan_file)
+    return stored.plan() if stored is not None and not asked else None
+
+
+def _new_plan(
+    job: Job, budget: str | None, how: PlanOptions, target: torch.device, say: Callable[[str], None]
+) -> Attempt:
+    from oomph.runs.run import free_host_memory
+    from oomph.runs.training import card_of
+    from oomph.search.attempt import try_plan
+
+    under = how.as_arguments()
+    if how.host is None:
+        under["host"] = free_host_memory(job.model, target)
+    return try_plan(job, budget=budget, gpu=card_of(target), say=say, **under)
 
 
 def _check_plan_file(plan_file: str | None, budget: str | None, how: PlanOptions) -> None:

@@ -31,27 +31,33 @@ from oomph.plans.choices import (
     on_the_gpu,
     saved_ops,
 )
-from oomph.techniques.allocator_settings import set_allocator
+from oomph.plans.techniques import Settings, Target
 from oomph.techniques.autocast import make_scaler, use_tf32
 from oomph.techniques.chunked_loss import chunk_loss
 from oomph.techniques.compiled_blocks import compile_block
-from oomph.techniques.cuda_graph import Capture, GraphedParts, capture_on_the_card
+from oomph.techniques.cuda_graph import Capture, capture_on_the_card
 from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.drop_paths import drop_paths, rate_as_tensor
-from oomph.techniques.fused_optimizer import fuse_optimizer
-from oomph.techniques.generation_cache import caching_modules, without_cache
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
-from oomph.techniques.host_optimizer import HostOptimizer, HostPlacement
+from oomph.techniques.host_optimizer import HostOptimizer
+from oomph.techniques.host_placement import HostPlacement
 from oomph.techniques.master_weights import MasterWeights
 from oomph.techniques.micro_batch import Weigher, why_whole
 from oomph.techniques.offload_activations import ActivationOffload
 from oomph.techniques.optimizer_in_backward import OptimizerInBackward
-from oomph.techniques.optimizer_steps import sparse_gradient
 from oomph.techniques.optimizer_twin import is_elementwise
 from oomph.techniques.placing import PlacedWeights, move_training
 from oomph.techniques.recompute import recompute
 from oomph.techniques.step_buckets import bucket_bytes, cuts_of
-from oomph.techniques.technique import ApplyContext, Undo, find_module, staying, techniques_of
+from oomph.techniques.technique import (
+    ApplyContext,
+    Undo,
+    apply_techniques,
+    find_module,
+    staying,
+    techniques_of,
+    whole_technique,
+)
 
 #: Compiles a block whose recompute choice is given; a rehearsal has a stand-in for it.
 Compile = Callable[[nn.Module, str], Undo]
@@ -120,7 +126,6 @@ class Applied:
             optimizer=optimizer,
             device_type=device_type,
             scaler=make_scaler(choices.precision, device_type),
-            cast_cache=choices.cast_cache,
             weigher=Weigher(job.normalizer),
             own_micro_batch=job.micro_batch,
             returns_loss=True,
@@ -150,7 +155,7 @@ class Applied:
             do(put_aside(model))
             do(self._close_link)
             do(self._change_parts, ())
-            self._change_parts([part for part in parts if part.technique == _ALLOCATOR])
+            self._change_parts([part for part in parts if part.comes_first])
             if choices.precision == "tf32":
                 do(use_tf32())
             if choices.optimizer_on == "gpu":
@@ -160,29 +165,26 @@ class Applied:
                 masters = MasterWeights(model, optimizer)
                 do(masters.undo)
             self.stage.masters = masters
-            if choices.fused_optimizer:
-                do(fuse_optimizer(optimizer))
-            if not choices.generation_cache:
-                for module in caching_modules(model):
-                    do(without_cache(module))
-            context = ApplyContext(
-                model=model,
-                optimizer=optimizer,
-                device_type=self.stage.device_type,
-                choices=choices,
-            )
-            for technique, settings in techniques_of(choices):
-                do(technique.apply(settings, context))
+            do(apply_techniques(self._context(choices)))
             if choices.optimizer_on == "host":
                 do(self._place_weights(choices))
-            self.stage.pieces = OptimizerPieces(
-                optimizer, masters, was_fused=choices.fused_optimizer
-            )
+            self.stage.pieces = OptimizerPieces(optimizer, masters)
             do(self._change_parts, ())  # those of modules go before what lasts
             self._change_parts(parts)
             if choices.optimizer_on == "host":
                 do(self._move_optimizer(choices))
             return undos.pop_all()
+
+    def _context(self, choices: Choices) -> ApplyContext:
+        assert self.stage.optimizer is not None
+        return ApplyContext(
+            model=self.stage.model,
+            optimizer=self.stage.optimizer,
+            device_type=self.stage.device_type,
+            choices=choices,
+            stage=self.stage,
+            capture=self._capture_with,
+        )
 
     @contextlib.contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -239,14 +241,11 @@ class Applied:
                     self._parts[part] = undos.pop_all().close
 
     def _apply_part(self, part: _Part, do: Callable[[Undo], Any]) -> None:
-        if part.technique == _ALLOCATOR:
-            do(set_allocator(part.how))
+        if part.settings is not None:
+            do(whole_technique(part.technique).apply(part.settings, self._context(self.choices)))
             return
         if part.technique == _IN_BACKWARD:
             self._step_in_backward(do)
-            return
-        if part.technique == _GRAPH:
-            self._capture_parts(do)
             return
         if part.technique == _AWAY:
             assert self._placed is not None and self._placed.streamed is not None
@@ -377,20 +376,6 @@ class Applied:
 
         return undo
 
-    def _capture_parts(self, do: Callable[[Undo], Any]) -> None:
-        stage = self.stage
-        assert stage.optimizer is not None
-        if stage.device_type == "cpu" or stage.scaler is not None:
-            return  # the CPU launches nothing; a scaler's numbers have no lasting place
-        graph = GraphedParts(stage.optimizer, self._capture_with)
-        do(graph.undo)
-
-        def forget() -> None:
-            stage.graph = None
-
-        stage.graph = graph
-        do(forget)
-
     def _step_in_backward(self, do: Callable[[Undo], Any]) -> None:
         stage = self.stage
         assert stage.optimizer is not None
@@ -409,9 +394,9 @@ class Applied:
         do(forget)
 
 
-_ALLOCATOR, _BLOCK, _COMPILED = "allocator", "block", "compiled"
+_BLOCK, _COMPILED = "block", "compiled"
 _AWAY, _OFFLOADED = "weights away", "offloaded"
-_HEAD, _IN_BACKWARD, _GRAPH = "head", "in backward", "graph"
+_HEAD, _IN_BACKWARD = "head", "in backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,11 +408,25 @@ class _Part:
     how: str = ""
     where: str = ""
     """Where what an offloaded block saves goes."""
+    settings: Settings | None = None
+    """Of a registered technique that may be switched."""
+    comes_first: bool = False
+    """Whether it goes before all else that is applied."""
 
 
 def _parts(choices: Choices) -> list[_Part]:
     kind = _COMPILED if choices.compiled else _BLOCK
-    parts = [_Part(technique=_ALLOCATOR, how=choices.allocator)] if choices.allocator else []
+    switched = [
+        _Part(
+            technique=one.name,
+            how=str(choices) if one.rests_on_all else "",
+            settings=told,
+            comes_first=one.changes is Target.PROCESS,
+        )
+        for one, told in techniques_of(choices)
+        if one.can_be_switched
+    ]
+    parts = [part for part in switched if part.comes_first]
     parts += [
         _Part(technique=kind, path=path, how=on_the_gpu(how))
         for path, how in choices.blocks.items()
@@ -443,10 +442,8 @@ def _parts(choices: Choices) -> list[_Part]:
         parts.append(_Part(technique=_HEAD, path=choices.head, how=str(choices.loss_chunk)))
     if choices.optimizer_in_backward:
         parts.append(_Part(technique=_IN_BACKWARD))
-    if choices.cuda_graph:
-        # What was captured is good for nothing once anything else has changed.
-        parts.append(_Part(technique=_GRAPH, how=str(choices)))
-    return parts
+    later = [part for part in switched if not part.comes_first]
+    return parts + sorted(later, key=lambda part: bool(part.how))
 
 
 def _around(changed: Collection[_Part], applied: Collection[_Part]) -> set[_Part]:
@@ -467,8 +464,6 @@ def _planned(job: Job, choices: Choices) -> Job:
 
 
 def _check_whole(choices: Choices, job: Job, model: nn.Module) -> None:
-    if choices.fused_optimizer and (sparse := sparse_gradient(model)):
-        raise BadInput(f"{sparse}, which no fused kernel takes: use sparse=False, or plan again")
     if choices.micro_batch == job.micro_batch:
         return
     in_parts = job.micro_batch is not None

@@ -24,6 +24,7 @@ from torch import Tensor
 from oomph.engine.host_copies import HostCopies
 from oomph.engine.out_of_memory import free_what_is_left, ran_out_of_memory
 from oomph.process.interrupts import interrupts
+from oomph.techniques.fused_optimizer import is_fused_here
 from oomph.techniques.host_tensors import bytes_of
 from oomph.techniques.low_bit_state import has_low_bit_state, rounding_generators
 from oomph.techniques.master_weights import MasterWeights
@@ -57,13 +58,9 @@ class OptimizerPieces:
         self,
         optimizer: torch.optim.Optimizer,
         masters: MasterWeights | None = None,
-        *,
-        was_fused: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._masters = masters
-        #: Whether the plan fused the optimizer's step, which the user did not.
-        self._was_fused = was_fused
         #: Whether the last step broke off after some parameters had been stepped, so that weights
         #: and state are partly those of the next step.
         self.half_done = False
@@ -105,7 +102,7 @@ class OptimizerPieces:
         A fused step unscales them itself, which the user's original step does not.
         """
         mark, own = UNSCALES, vars(self._optimizer)
-        if not (self._was_fused and added_to_step(self._optimizer, self._masters)):
+        if not (is_fused_here(self._optimizer) and added_to_step(self._optimizer, self._masters)):
             yield
             return
         own[mark] = False

@@ -195,53 +195,60 @@ class _Reader:
             elif op == 0x73:  # s SETITEM
                 value, key = stack.pop(), stack.pop()
                 self._set(stack[-1], [key, value])
-            elif op == 0x71:  # q BINPUT
-                self._put(buffer[at], stack[-1])
-                at += 1
-            elif op == 0x72:  # r LONG_BINPUT
-                self._put(_index(buffer, at)[0], stack[-1])
-                at += 4
-            elif op in _LENGTHS:  # strings and bytes with a length of four or eight bytes
-                width, is_word = _LENGTHS[op]
-                size = int.from_bytes(buffer[at : at + width], "little")
-                at += width
-                if size > LONGEST:
-                    raise BadInput(f"the file holds a value of {size:,} bytes: no memory snapshot")
-                self._text += size
-                if self._text > MOST_TEXT:
-                    raise BadInput("the file holds too many long words: no memory snapshot")
-                if len(buffer) - at < size:
-                    buffer, at = buffer[at:] + file.read(size), 0
-                    edge = len(buffer) - _MARGIN
-                raw = buffer[at : at + size]
-                stack.append(_word(raw, size) if is_word else _bytes(raw, size))
-                at += size
-            elif op == 0x43:  # C SHORT_BINBYTES
-                size = buffer[at]
-                stack.append(_bytes(buffer[at + 1 : at + 1 + size], size))
-                at += 1 + size
-            elif op == 0x47:  # G BINFLOAT
-                stack.append(struct.unpack_from(">d", buffer, at)[0])
-                at += 8
-            elif op == 0x95:  # FRAME
-                at += 8
-            elif op in _CONSTANTS:
-                stack.append(_CONSTANTS[op])
-            elif op == 0x29:  # ) EMPTY_TUPLE
-                stack.append(())
-            elif 0x85 <= op <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
-                size = op - 0x84
-                items = [stack.pop() for _ in range(size)][::-1]
-                stack.append(self._tuple(items))
-            elif op == 0x74:  # t TUPLE
-                items, stack = stack, self._pop_mark()
-                stack.append(self._tuple(items))
-            elif op == 0x80:  # PROTO
-                at += 1
             elif op == 0x2E:  # . STOP
                 return stack.pop()
             else:
-                _refuse(op)
+                grown, at = self._read_rare(op, buffer, at)
+                stack = self._stack
+                if grown is not buffer:
+                    buffer = grown
+                    edge = len(buffer) - _MARGIN
+
+    def _read_rare(self, op: int, buffer: bytes, at: int) -> tuple[bytes, int]:
+        """Run an opcode that is not frequent; returns the buffer, and where the next one begins."""
+        stack = self._stack
+        if op in _LENGTHS:  # strings and bytes with a length of four or eight bytes
+            return self._read_long(*_LENGTHS[op], buffer, at)
+        if op == 0x43:  # C SHORT_BINBYTES
+            size = buffer[at]
+            stack.append(_bytes(buffer[at + 1 : at + 1 + size], size))
+            return buffer, at + 1 + size
+        if op == 0x47:  # G BINFLOAT
+            stack.append(struct.unpack_from(">d", buffer, at)[0])
+            return buffer, at + 8
+        if op == 0x71:  # q BINPUT
+            self._put(buffer[at], stack[-1])
+            return buffer, at + 1
+        if op == 0x72:  # r LONG_BINPUT
+            self._put(_index(buffer, at)[0], stack[-1])
+            return buffer, at + 4
+        if op in _SKIPPED:
+            return buffer, at + _SKIPPED[op]
+        if op in _CONSTANTS:
+            stack.append(_CONSTANTS[op])
+        elif 0x85 <= op <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+            items = [stack.pop() for _ in range(op - 0x84)][::-1]
+            stack.append(self._tuple(items))
+        elif op == 0x74:  # t TUPLE
+            items = stack
+            self._pop_mark().append(self._tuple(items))
+        else:
+            _refuse(op)
+        return buffer, at
+
+    def _read_long(self, width: int, is_word: bool, buffer: bytes, at: int) -> tuple[bytes, int]:
+        size = int.from_bytes(buffer[at : at + width], "little")
+        at += width
+        if size > LONGEST:
+            raise BadInput(f"the file holds a value of {size:,} bytes: no memory snapshot")
+        self._text += size
+        if self._text > MOST_TEXT:
+            raise BadInput("the file holds too many long words: no memory snapshot")
+        if len(buffer) - at < size:
+            buffer, at = buffer[at:] + self._file.read(size), 0
+        raw = buffer[at : at + size]
+        self._stack.append(_word(raw, size) if is_word else _bytes(raw, size))
+        return buffer, at + size
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -363,7 +370,9 @@ class _Reader:
             )
 
 
-_CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False}
+_CONSTANTS: dict[int, Any] = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
+#: PROTO and FRAME: the bytes of their arguments, which say nothing about values.
+_SKIPPED = {0x80: 1, 0x95: 8}
 #: BINUNICODE, BINUNICODE8, BINBYTES, BINBYTES8: width of the length, and whether it is a string.
 _LENGTHS = {0x58: (4, True), 0x8D: (8, True), 0x42: (4, False), 0x8E: (8, False)}
 

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from oomph.errors import BadInput, UnknownName
-from oomph.files.plain_toml import parse_toml
+from oomph.files.catalogues import by_spelling, parse_catalogue
 from oomph.files.schema import Count, Mismatch, Positive, PositiveCount, read_as
 from oomph.quoting import brief
 from oomph.units import parse_bytes
@@ -64,16 +64,7 @@ def find_gpu(name: str) -> GPU:
 
 def parse_gpus(text: str) -> dict[str, GPU]:
     """Parse the text of a catalogue file to GPUs by name; `BadInput` names a wrong entry."""
-    try:
-        document = parse_toml(text)
-    except ValueError as error:
-        raise BadInput(f"the GPU catalogue is not TOML: {error}") from None
-    if document.get("schema") != SCHEMA:
-        raise BadInput(f"the GPU catalogue has schema {document.get('schema')!r}, not {SCHEMA}")
-    entries = document.get("gpus", {})
-    if not isinstance(entries, dict):
-        raise BadInput("the GPU catalogue has no tables under gpus")
-    return {name: _parse_gpu(name, entry) for name, entry in entries.items()}
+    return parse_catalogue(text, kind="GPU", tables="gpus", schema=SCHEMA, parse=_parse_gpu)
 
 
 def _parse_gpu(name: str, entry: Any) -> GPU:
@@ -109,12 +100,7 @@ def _catalogue() -> dict[str, GPU]:
 
 @functools.cache
 def _by_spelling() -> dict[str, GPU]:
-    spellings: dict[str, GPU] = {}
-    for gpu in _catalogue().values():
-        for name in (gpu.name, *gpu.aliases):
-            other = spellings.setdefault(_spelling(name), gpu)
-            assert other is gpu, f"{name} is both {other.name} and {gpu.name}"
-    return spellings
+    return by_spelling(_catalogue().values(), _spelling)
 
 
 def _spelling(name: str) -> str:

@@ -49,10 +49,6 @@ _MODULE_LEVEL = (
     "compiled_others",
     "head",
     "loss_chunk",
-    "fused_optimizer",
-    "cast_cache",
-    "generation_cache",
-    "allocator",
 )
 #: Number of samples to check for long ones.
 _LOOKED_AT = 2048
@@ -365,8 +361,7 @@ class Fitted:
         try:
             job = dataclasses.replace(self.job, batch=batch)
             with self.plain_model():
-                caches = self.plan.choices.generation_cache
-                split = prove_split(job, card_of(self.device), caches=caches)
+                split = prove_split(job, card_of(self.device), choices=self.plan.choices)
         finally:
             self._apply(split)
         _refuse_whole(split)
@@ -393,9 +388,10 @@ class Fitted:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region of the plan's precision; the framework handles the job's own."""
         choices = self.plan.choices
-        if choices.precision == self.job.precision and choices.cast_cache:
+        cast_cache = self._stage.cast_cache
+        if choices.precision == self.job.precision and cast_cache:
             return contextlib.nullcontext()
-        return autocast(choices.precision, self.device.type, cast_cache=choices.cast_cache)
+        return autocast(choices.precision, self.device.type, cast_cache=cast_cache)
 
     def memory(self) -> dict[str, float]:
         """The peak of PyTorch's allocated memory in GiB, for the framework's logger."""

@@ -326,8 +326,6 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
         wanted[choices.precision.removesuffix("-mixed")] = True
     if choices.precision == "tf32":
         wanted["tf32"] = True
-    if choices.fused_optimizer and _plain(args.optim) == "adamw_torch":
-        wanted["optim"] = "adamw_torch_fused"
     if choices.compiled and not recomputed and choices.loss_chunk is None:
         wanted["torch_compile"] = True
     elif choices.compiled:
@@ -337,17 +335,12 @@ def arguments_diff(plan: Plan, args: TrainingArguments) -> ArgumentsDiff:
             f"the loss over {choices.loss_chunk} rows of logits at a time; use_liger_kernel has a"
             " loss without logits for the models it knows"
         )
-    if not choices.generation_cache:
-        wanted["use_cache"] = False
+    now = {name: _plain(value) for name, value in vars(args).items()}
     for technique, settings in techniques_of(choices):
-        arguments = technique.training_arguments(settings)
-        wanted |= arguments
-        if not arguments:
+        arguments = technique.training_arguments(settings, choices, now)
+        if arguments is None:
             left_out.append(technique.elsewhere(settings))
-    if not choices.cast_cache:
-        left_out.append("autocast without its cache of weights")
-    if choices.allocator:
-        left_out.append(f"PYTORCH_CUDA_ALLOC_CONF={choices.allocator}, set before the start")
+        wanted |= arguments or {}
     changes = {
         name: (before, after)
         for name, after in wanted.items()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-#: A call of a module: its path, and the storages of its inputs and outputs, in call order.
+#: A call of a module: its path, and what its inputs and outputs hold: storages, and the results of
+#: other calls that they were computed from. In call order.
 Call = tuple[str, frozenset[int], frozenset[int]]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -50,6 +51,26 @@ class Family:
             yield member.path
             for family in member.inner:
                 yield from family.all_paths()
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules of one class that follow each other in a list, outermost lists first.
+
+    For a model of which nothing ran yet: whether they form a chain is not looked at.
+    """
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        children = list(module.children())
+        alike = len({type(child) for child in children}) == 1 and len(children) > 1
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike:
+            found.extend(children)
+            return
+        for child in children:
+            search(child)
+
+    search(model)
+    return found
 
 
 def families(model: nn.Module) -> list[Family]:

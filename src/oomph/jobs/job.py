@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import BadInput, CannotRehearse, UnknownName
+from oomph.jobs.blocks import repeated_blocks
+from oomph.jobs.dataclass_batches import is_closed, opened
 from oomph.jobs.preexisting_settings import uncompiled
 from oomph.plans.precisions import Precision
 from oomph.torch_compat.pytree import (
     keystr,
     tree_flatten_with_path,
     tree_is_leaf,
+    tree_leaves,
     tree_map,
     tree_map_with_path,
 )
@@ -120,18 +123,21 @@ def make_batch(job: Job) -> Any:
 
 
 def plain_batch(batch: Any) -> Any:
-    """The batch with dicts for mappings that pytrees do not look into, such as a tokenizer's."""
-    return tree_map(_as_dict, batch, is_leaf=_is_foreign_mapping)
+    """The batch with what pytrees look into in the place of what they do not.
+
+    Those are dicts for other mappings, such as a tokenizer's, and for dataclasses their like.
+    """
+    return tree_map(_plain, batch, is_leaf=_is_foreign_mapping)
 
 
 def _is_foreign_mapping(value: Any) -> bool:
     return isinstance(value, Mapping) and tree_is_leaf(value)
 
 
-def _as_dict(leaf: Any) -> Any:
-    if not _is_foreign_mapping(leaf):
-        return leaf
-    return {key: plain_batch(value) for key, value in leaf.items()}
+def _plain(leaf: Any) -> Any:
+    if _is_foreign_mapping(leaf):
+        return {key: plain_batch(value) for key, value in leaf.items()}
+    return opened(leaf, plain_batch) if is_closed(leaf) else leaf
 
 
 def compute_loss(job: Job, model: nn.Module, batch: Any) -> Tensor:
@@ -163,11 +169,23 @@ def batch_size(batch: Any, sample_tensors: Sequence[str] | None = None) -> int:
         and (not sample_tensors or keystr(path) in sample_tensors)
     ]
     if not sizes:
-        raise BadInput("the batch holds no tensor with a batch dimension")
+        raise BadInput(f"the batch holds no tensor with a batch dimension{_unseen(batch)}")
     size = max(sizes, key=sizes.count)
     if size == 0:
         raise BadInput("the batch is empty: it holds no samples")
     return size
+
+
+def _unseen(batch: Any) -> str:
+    """Names the first object of a batch that may hold tensors where nobody looks for them."""
+    plain = (Tensor, str, bytes, int, float, complex, type(None))
+    unseen = [type(leaf).__name__ for leaf in tree_leaves(batch) if not isinstance(leaf, plain)]
+    if not unseen:
+        return ""
+    return (
+        f": nobody can look into its {unseen[0]}; have it be a tuple, a dict or a dataclass, or"
+        " have the loss make such an object of these"
+    )
 
 
 def as_long_as(batch: Any, samples: int) -> frozenset[str]:
@@ -264,23 +282,6 @@ def checkpoint_blocks(model: nn.Module) -> None:
         block.forward = functools.partial(
             torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
         )
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class that follow each other in a list, outermost lists first."""
-    found: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        children = list(module.children())
-        alike = len({type(child) for child in children}) == 1 and len(children) > 1
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike:
-            found.extend(children)
-            return
-        for child in children:
-            search(child)
-
-    search(model)
-    return found
 
 
 def check_count(what: str, value: float, most: float = 1e9) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -51,11 +51,8 @@ class Choices:
     """The path of the output layer whose logits are never materialised."""
     loss_chunk: int | None = None
     """Rows of logits that exist at a time."""
-    fused_optimizer: bool = False
     optimizer_in_backward: bool = False
     weights: Weights = "own"
-    cast_cache: bool = True
-    """Whether autocast keeps its half-precision copies of the weights for a whole forward."""
     optimizer_on: Place = "gpu"
     """Where the optimizer's state, and masters where there are, wait between steps."""
     weights_away: tuple[str, ...] = ()
@@ -76,12 +73,6 @@ class Choices:
     """Buckets of state that come from the host before they are stepped, and as many that leave."""
     state_early: int = 0
     """Buckets that come as backward ends, where no step is made before all gradients are known."""
-    generation_cache: bool = True
-    """Whether a model that keeps keys and values for generating does so in training, too."""
-    cuda_graph: bool = False
-    """Whether the kernels of a micro-batch are launched all at once."""
-    allocator: str = ""
-    """Settings for PYTORCH_CUDA_ALLOC_CONF."""
     techniques: Mapping[str, Settings] = field(default_factory=dict)
     """By name: the settings of each registered technique that is on."""
 
@@ -101,10 +92,9 @@ class Choices:
             raise BadInput(f"a micro-batch has at least one sample, not {self.micro_batch}")
         if self.optimizer_on not in get_args(Place):
             raise BadInput(f"an optimizer is on gpu or host, not on {self.optimizer_on!r}")
-        if self.optimizer_on == "host" and (self.cuda_graph or self.optimizer_in_backward):
+        if self.optimizer_on == "host" and self.optimizer_in_backward:
             raise BadInput(
-                "an optimizer on the host is stepped in its own time: not in backward, and not"
-                " beside a CUDA graph"
+                "an optimizer on the host is stepped in its own time, and not in backward"
             )
         if self.optimizer_on == "gpu" and (self.host_share or self.gradient_room is not None):
             raise BadInput("the host has no share of an optimizer that is on the GPU")
@@ -133,10 +123,6 @@ class Choices:
             raise BadInput(f"gradients wait on host or disk, not on {self.gradients_on!r}")
         if self.offloaded_to not in get_args(Outside):
             raise BadInput(f"blocks are offloaded to host or disk, not to {self.offloaded_to!r}")
-        if self.cuda_graph and self.offloaded_to == "disk":
-            raise BadInput("a captured micro-batch cannot wait for the disk: offload to the host")
-        if self.cuda_graph and self.optimizer_in_backward:
-            raise BadInput("a captured micro-batch cannot step the optimizer in its backward")
         if self.weights not in get_args(Weights):
             raise BadInput(f"weights are {' or '.join(get_args(Weights))}, not {self.weights!r}")
         for name, settings in self.techniques.items():
@@ -197,9 +183,27 @@ class Choices:
             head="",
             loss_chunk=None,
             optimizer_in_backward=False,
-            cuda_graph=False,
-            allocator="",
+            techniques=self._techniques_that(lambda one: not one.can_be_switched),
         )
+
+    @property
+    def concerning_tensors(self) -> Choices:
+        """Without the techniques that change no tensor."""
+        techniques = self._techniques_that(lambda one: one.concerns_tensors)
+        return dataclasses.replace(self, techniques=techniques)
+
+    @property
+    def without_switchable(self) -> Choices:
+        """Without the techniques that may come and go while a run goes on."""
+        return dataclasses.replace(self, techniques=self.fixed_part.techniques)
+
+    @property
+    def launched_at_once(self) -> bool:
+        """Whether the kernels of a micro-batch are launched all at once."""
+        return any(technique_named(name).launches_at_once for name in self.techniques)
+
+    def _techniques_that(self, stay: Callable[[TechniqueInfo[Any]], bool]) -> dict[str, Settings]:
+        return {name: told for name, told in self.techniques.items() if stay(technique_named(name))}
 
     def as_dict(self) -> dict[str, Any]:
         """The choices as plain JSON; these keys stay."""

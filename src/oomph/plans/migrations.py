@@ -8,13 +8,15 @@ by those who read it, in their words.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from oomph.errors import StalePlan
 from oomph.quoting import brief
 
 #: The version that plans are written in.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Values = dict[str, Any]
 
@@ -35,39 +37,74 @@ def migrate_plan(values: Mapping[str, Any]) -> Values:
     return {**migrated, "schema_version": SCHEMA_VERSION}
 
 
-def _from_1(plan: Values) -> Values:
-    choices = plan.get("choices")
-    if not isinstance(choices, Mapping):
-        return plan
-    return {**plan, "choices": choices_from_1(choices)}
+def migrate_choices(choices: Mapping[str, Any], version: int) -> Values:
+    """A plan's choices of this version, as those of the current one."""
+    migrated = dict(choices)
+    for step in _STEPS_OF_CHOICES[version - 1 :]:
+        migrated = step(migrated)
+    return migrated
 
 
-#: By field of version 1: the technique, and its setting.
-_SETTINGS_OF_FIELDS_1: Mapping[str, tuple[str, str]] = {
-    "attention_rows": ("attention_rows", "enabled"),
-    "channels_last": ("channels_last", "enabled"),
-    "fp8": ("fp8_products", "enabled"),
-    "low_bit_state": ("low_bit_state", "enabled"),
+@dataclass(frozen=True, kw_only=True)
+class _Moved:
+    """Where a field of the choices has gone, which became a setting of a technique."""
+
+    technique: str
+    setting: str
+    off: Any = False
+    """What the field says where the technique is off, which is then not named."""
+    is_opposite: bool = False
+    """Whether the setting says no where the field says yes."""
+
+
+_MOVED_1: Mapping[str, _Moved] = {
+    "attention_rows": _Moved(technique="attention_rows", setting="enabled"),
+    "channels_last": _Moved(technique="channels_last", setting="enabled"),
+    "fp8": _Moved(technique="fp8_products", setting="enabled"),
+    "low_bit_state": _Moved(technique="low_bit_state", setting="enabled"),
+}
+_MOVED_2: Mapping[str, _Moved] = {
+    "allocator": _Moved(technique="cuda_allocator", setting="conf", off=""),
+    "cast_cache": _Moved(technique="cast_cache", setting="dropped", off=True, is_opposite=True),
+    "generation_cache": _Moved(
+        technique="generation_cache", setting="dropped", off=True, is_opposite=True
+    ),
+    "cuda_graph": _Moved(technique="cuda_graph", setting="enabled"),
+    "fused_optimizer": _Moved(technique="fused_optimizer", setting="enabled"),
 }
 
 
-def choices_from_1(choices: Mapping[str, Any]) -> Values:
-    """Choices of version 1, where every technique was a field, as those of version 2.
-
-    Some techniques have settings of their own since then; one that is off is not named.
-    """
-    found: Values = {}
+def _move(moved: Mapping[str, _Moved], choices: Values) -> Values:
+    """The same choices, with these fields as settings of techniques."""
+    found = {name: value for name, value in choices.items() if name not in moved}
     techniques: Values = {}
-    for field, value in choices.items():
-        if field not in _SETTINGS_OF_FIELDS_1:
-            found[field] = value
+    for name, to in moved.items():
+        value = choices.get(name, to.off)
+        if type(value) is type(to.off) and value == to.off:
             continue
-        technique, setting = _SETTINGS_OF_FIELDS_1[field]
-        if value is not False:
-            techniques.setdefault(technique, {})[setting] = value
-    if techniques:
-        found["techniques"] = techniques
+        if to.is_opposite and isinstance(value, bool):
+            value = not value
+        techniques.setdefault(to.technique, {})[to.setting] = value
+    so_far = choices.get("techniques", {})
+    if techniques and isinstance(so_far, Mapping):
+        found["techniques"] = {**so_far, **techniques}
     return found
 
 
-_STEPS: tuple[Callable[[Values], Values], ...] = (_from_1,)
+#: One for each step from a version to the next.
+_STEPS_OF_CHOICES: tuple[Callable[[Values], Values], ...] = (
+    partial(_move, _MOVED_1),
+    partial(_move, _MOVED_2),
+)
+
+
+def _with_choices(step: Callable[[Values], Values], plan: Values) -> Values:
+    """A step of a plan in which the choices alone are others."""
+    choices = plan.get("choices")
+    return {**plan, "choices": step(dict(choices))} if isinstance(choices, Mapping) else plan
+
+
+#: One for each step from a version to the next.
+_STEPS: tuple[Callable[[Values], Values], ...] = tuple(
+    partial(_with_choices, step) for step in _STEPS_OF_CHOICES
+)

@@ -12,7 +12,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from oomph.errors import BadInput, StalePlan
 from oomph.files.schema import Mismatch, read_as
@@ -42,6 +43,17 @@ class Settings:
 S = TypeVar("S", bound=Settings)
 
 
+class Target(StrEnum):
+    """What a technique changes: a plan's diff lists those together that change the same."""
+
+    OPTIMIZER = "optimizer"
+    PRECISION = "precision"
+    MODEL = "model"
+    LAUNCHES = "launches"
+    PROCESS = "process"
+    """How PyTorch works in the whole process: such a technique is applied before all others."""
+
+
 class TechniqueInfo(ABC, Generic[S]):
     """What a plan must know of a technique to hold it, to check it and to say it."""
 
@@ -50,17 +62,32 @@ class TechniqueInfo(ABC, Generic[S]):
     title: ClassVar[str]
     """As a plan's diff calls it."""
     settings: type[S]
-    changes: ClassVar[Literal["model", "optimizer"]] = "model"
-    """What it works on; a plan's diff lists those of the optimizer together."""
+    words: ClassVar[tuple[str, str]] = ("no", "yes")
+    """How off and on are said where there is no more to say."""
+    changes: ClassVar[Target] = Target.MODEL
+    """What it changes for as long as it is applied."""
     belongs_with: ClassVar[tuple[str, ...]] = ()
     """Techniques, or fields of `Choices`, without which it makes no sense: where these are left
     out to price them, it is left out as well."""
+    can_be_switched: ClassVar[bool] = False
+    """Whether it may come and go while a run goes on: it changes how numbers are computed, and not
+    what they are made of."""
+    rests_on_all: ClassVar[bool] = False
+    """Whether what it made is good for nothing once anything else has changed: one that can be
+    switched is then applied last, and applied again after any switch."""
+    launches_at_once: ClassVar[bool] = False
+    """Whether the kernels of a micro-batch are launched all at once, as one."""
+    concerns_tensors: ClassVar[bool] = True
+    """Whether it changes which tensors there are, or when; without, it is not worth rehearsing."""
+    alters_forward: ClassVar[bool] = False
+    """Whether the model's own code takes other paths with it: what others can do to the model is
+    then found out with it, and it is priced in the job as it is, by itself."""
     runs_in_foreign_loops: ClassVar[bool] = False
     """Whether a training loop that is not oomph's may use it, as that of a Trainer."""
 
-    @abstractmethod
     def say(self, settings: S) -> str:
         """The settings in the words of the plan's diff, also where they are off."""
+        return self.words[not settings.are_off]
 
     @abstractmethod
     def fidelity(self, settings: S, precision: str) -> Fidelity:
@@ -69,9 +96,16 @@ class TechniqueInfo(ABC, Generic[S]):
     def check(self, settings: S, choices: Choices) -> None:
         """Refuse what it cannot be combined with, by `BadInput`."""
 
-    def training_arguments(self, settings: S) -> Mapping[str, Any]:
-        """Arguments of transformers that do the same, where there are any."""
-        return {}
+    def training_arguments(
+        self, settings: S, choices: Choices, now: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """Arguments of transformers that do the same, given those there are now; None where no
+        argument does, which is then said in the words of `elsewhere`."""
+        return None
+
+    def typed(self, settings: S) -> str:
+        """The settings as people type them where there is no plan; empty if they cannot."""
+        return ""
 
     def elsewhere(self, settings: S) -> str:
         """What it does, and what comes near it, for a tool that has no argument for it."""

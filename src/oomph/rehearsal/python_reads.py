@@ -168,42 +168,45 @@ def _methods(
             details.append("requires_grad=True")
         return f"tensor({', '.join(details)})"
 
-    def formatted(tensor: FakeTensor, spec: str) -> str:
-        return format(tensor.item(), spec) if tensor.dim() == 0 else format(repr(tensor), spec)
-
-    def deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-        if id(tensor) in memo:
-            return memo[id(tensor)]
-        if not tensor.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol at the moment."
-            )
-        with torch.no_grad():
-            copied = tensor.detach().clone()
-        copied.requires_grad_(tensor.requires_grad)
-        if isinstance(tensor, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, tensor.requires_grad)
-        if tensor.grad is not None:
-            copied.grad = deep_copy(tensor.grad, memo)  # type: ignore[arg-type]
-        memo[id(tensor)] = copied
-        return copied
-
-    def pickled(tensor: FakeTensor, _protocol: Any) -> Any:
-        return (_zeros, (tuple(tensor.shape), tensor.dtype))
-
     return {
         "numpy": numpy,
         "tolist": tolist,
         "__repr__": text,
-        "__format__": formatted,
-        "__deepcopy__": deep_copy,
-        "__reduce_ex__": pickled,
+        "__format__": _formatted,
+        "__deepcopy__": _deep_copy,
+        "__reduce_ex__": _pickled,
         "data_ptr": lambda tensor: _address(tensor),
         "__dlpack__": _refuse_dlpack,
         "share_memory_": lambda tensor: tensor,
         "record_stream": lambda tensor, _stream: None,
     }
+
+
+def _formatted(tensor: FakeTensor, spec: str) -> str:
+    return format(tensor.item(), spec) if tensor.dim() == 0 else format(repr(tensor), spec)
+
+
+def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+            "protocol at the moment."
+        )
+    with torch.no_grad():
+        copied = tensor.detach().clone()
+    copied.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = _deep_copy(tensor.grad, memo)  # type: ignore[arg-type]
+    memo[id(tensor)] = copied
+    return copied
+
+
+def _pickled(tensor: FakeTensor, _protocol: Any) -> Any:
+    return (_zeros, (tuple(tensor.shape), tensor.dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -14,10 +14,12 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 from oomph.errors import CannotRehearse
 from oomph.jobs.job import Job
 from oomph.techniques.iterators import NotCopied, copy_of
+from oomph.techniques.optimizer_steps import foreign_step_hooks
 from oomph.techniques.python_state import PythonState, same_state
 from oomph.torch_compat.fake_tensors import FakeTensor
 
@@ -28,7 +30,7 @@ _MOST_REMEMBERED = 4096
 @contextlib.contextmanager
 def shared_state_kept(job: Job) -> Iterator[None]:
     """Restore, at the end, the state that the rehearsed model shares with the user's."""
-    shared = PythonState([("the model", job.model)])
+    shared = PythonState([("the model", job.model), *_optimizer_of(job)])
     loss = PythonState([("the loss", job.loss)])  # the loss is not copied at all
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -46,6 +48,15 @@ def shared_state_kept(job: Job) -> Iterator[None]:
         for cache in (*loss.caches, *shared.caches):
             if _remembers_fakes(cache):
                 cache.cache_clear()
+
+
+def _optimizer_of(job: Job) -> list[tuple[str, Any]]:
+    """The user's optimizer, and what was added to its step."""
+    optimizer = job.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return [("the optimizer", optimizer)]
+    hooks = [("a hook", hook) for hook in foreign_step_hooks(optimizer, None)]
+    return [("the step", vars(optimizer).get("step")), ("the optimizer", optimizer), *hooks]
 
 
 def _copy_iterators(state: PythonState, *, only_shared: bool) -> None:

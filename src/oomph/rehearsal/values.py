@@ -60,6 +60,8 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._contents: dict[int, torch.UntypedStorage] = {}
+        #: Storages of real tensors that unknown values were written to: theirs no longer count.
+        self._overwritten: set[int] = set()
         #: By storage: the op that made a boolean scalar of unknown value.
         self._origin: dict[int, Any] = {}
         #: Storages that hold only numbers drawn at random, and the largest number that can be
@@ -97,19 +99,20 @@ class KnownValues:
     def forget(self, key: int) -> None:
         """Drop what is known: the storage died, or unknown values were written to it."""
         self._contents.pop(key, None)
+        self._overwritten.discard(key)
         self._origin.pop(key, None)
         self._largest.pop(key, None)
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The real tensor, or None if its values are not known."""
-        if not isinstance(tensor, FakeTensor):
-            with disable_current_modes():
-                return tensor.cpu() if _small(tensor) else None
-        if tensor.constant is not None:
+        if not self._is_known(tensor):
+            return None
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             return tensor.constant
         storage = self._contents.get(storage_key(tensor))
         if storage is None:
-            return None
+            with disable_current_modes():
+                return tensor.cpu()
         with disable_current_modes():
             return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
                 storage, tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -117,9 +120,10 @@ class KnownValues:
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether `of` would return a tensor."""
-        if not isinstance(tensor, FakeTensor):
-            return _small(tensor)
-        return tensor.constant is not None or storage_key(tensor) in self._contents
+        key = storage_key(tensor)
+        if isinstance(tensor, FakeTensor):
+            return tensor.constant is not None or key in self._contents
+        return key in self._contents or (_small(tensor) and key not in self._overwritten)
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of an op that reads values, or NotImplemented for all other ops."""
@@ -141,6 +145,8 @@ class KnownValues:
             return tree_map(self._fake, real)
         if func is aten.index.Tensor:
             return self._masked(*args)
+        if func is aten.bincount.default and _minlength(args, kwargs):
+            return self._counts(_minlength(args, kwargs), args, kwargs)
         return self._bounded(func, args)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
@@ -169,9 +175,12 @@ class KnownValues:
             if outputs[0].dtype is torch.bool and outputs[0].numel() == 1:
                 self._origin[storage_key(outputs[0])] = func
             return
-        if not mutates:
-            for fake, value in zip(outputs, tensors_in(real), strict=True):
+        for fake, value in zip(outputs, tensors_in(real), strict=True):
+            if not mutates:
                 self.know(fake, value, is_new=_makes_new(func))
+            elif storage_key(fake) not in self._contents:
+                # What stands for a tensor of the user's own shares the copy that was written to.
+                self._contents[storage_key(fake)] = value.untyped_storage()
 
     def notes(self) -> list[str]:
         """The assumptions made, as text."""
@@ -237,6 +246,16 @@ class KnownValues:
         dtype = args[0].dtype if func is aten.masked_select.default else torch.int64
         return torch.empty(rows, dtype=dtype, device="cpu")
 
+    def _counts(self, bins: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """What `bincount` makes of unknown numbers: whoever names how many bins there are knows."""
+        where = _line_of_the_user()
+        self.assumed[f"bincount at {where} was taken to find no number above {bins - 1}"] += 1
+        weights = args[1] if len(args) > 1 else kwargs.get("weights")
+        dtype = torch.int64
+        if weights is not None:
+            dtype = weights.dtype if weights.is_floating_point() else torch.float64
+        return torch.empty(bins, dtype=dtype, device="cpu")
+
     def _masked(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         """The part of a tensor that masks select; an unknown mask is taken to select everything."""
         found: list[Tensor | None] = []
@@ -297,6 +316,8 @@ class KnownValues:
         """The op's real result, or None if an input is unknown; writes in place as the op does."""
         if not all(self._is_known(tensor) for tensor in tensors_in((args, kwargs))):
             return None
+        if not self._write_to_copies(func, args, kwargs):
+            return None
         real_args = self._real(args)
         real_kwargs = {name: self._real(value) for name, value in kwargs.items()}
         try:
@@ -304,6 +325,21 @@ class KnownValues:
                 return func(*real_args, **real_kwargs)
         except Exception:
             return None  # an op only a GPU has: its value stays unknown
+
+    def _write_to_copies(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Have an op write to copies of the user's own tensors; False if one is too large for that.
+
+        A loss is not copied for a rehearsal: it may hold a teacher, a queue, or a counter.
+        """
+        for tensor in written_by(func, args, kwargs):
+            if isinstance(tensor, FakeTensor) or storage_key(tensor) in self._contents:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > MOST_ELEMENTS * 8:
+                return False
+            with disable_current_modes():
+                self._contents[storage_key(tensor)] = storage.cpu().clone()
+        return True
 
     def _real(self, value: Any) -> Any:
         """The argument with real tensors in place of fake ones."""
@@ -340,6 +376,8 @@ class KnownValues:
             return
         for tensor in written_by(func, args, kwargs):
             self.forget(storage_key(tensor))
+            if not isinstance(tensor, FakeTensor):
+                self._overwritten.add(storage_key(tensor))
 
 
 _MASKS = (torch.bool, torch.uint8)
@@ -414,6 +452,12 @@ def _makes_new(func: Any) -> bool:
     """Whether no result shares an argument's memory."""
     says_so = all(result.alias_info is None for result in schema_of(func).returns)
     return says_so and func not in _SILENT_VIEWS
+
+
+def _minlength(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How many bins a call of `bincount` asks for at least."""
+    bins: int = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    return bins
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:

@@ -21,6 +21,7 @@ from oomph.plans.choices import KEEP, RECOMPUTE
 from oomph.plans.plan import Plan
 from oomph.rehearsal.hidden import device_overhead
 from oomph.runs.fallback_plans import Fallback, FallbackPlans
+from oomph.techniques.technique import techniques
 from oomph.units import format_bytes, parse_bytes
 
 log = logging.getLogger("oomph")
@@ -80,13 +81,14 @@ class Event:
 def _in_words(plan: Plan) -> dict[str, str]:
     """The properties in which the plans of one run may differ."""
     choices, hows = plan.choices, plan.choices.blocks.values()
+    switched = [one for one in techniques() if one.can_be_switched]
     return {
         "micro-batch": str(choices.micro_batch or "whole"),
         "blocks recomputed": str(len(choices.recomputed)),
         "of which in part": str(sum(how not in (KEEP, RECOMPUTE) for how in hows)),
         "rows of logits": str(choices.loss_chunk or "all"),
         "optimizer": "in backward" if choices.optimizer_in_backward else "after it",
-        "allocator": choices.allocator or "as it is",
+        **{one.title: one.say(choices.settings(one)) for one in switched},
         "batches of": " and ".join("×".join(map(str, shape)) for shape in plan.made_for.batch),
     }
 

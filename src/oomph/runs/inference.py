@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from oomph.errors import BadInput, CannotRehearse, DoesNotFit, HostTooSmall, OomphError, UnknownName
 from oomph.hardware import GPU, find_gpu
 from oomph.hardware.timing.clock import Clock
-from oomph.jobs.job import Job, build_model, make_batch, repeated_blocks
+from oomph.jobs.blocks import repeated_blocks
+from oomph.jobs.job import Job, build_model, make_batch
 from oomph.memory.disk_store import NumberedDiskStore
 from oomph.memory.limits import check_disk, check_host_memory, host_limits
 from oomph.memory.link import Link

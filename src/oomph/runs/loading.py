@@ -285,11 +285,9 @@ def _differences(stored: Stored, now: Plan) -> list[str]:
         then = stored.plan()
     except OomphError as error:
         return [f"the saved plan cannot be compared with this one: {error}"]
-    before, after = _by_name(then.choices), _by_name(now.choices)
+    before, after = (_by_name(one.choices.concerning_tensors) for one in (then, now))
     names = dict.fromkeys((*before, *after))
-    changed = [
-        name for name in names if before.get(name) != after.get(name) and name != "allocator"
-    ]
+    changed = [name for name in names if before.get(name) != after.get(name)]
     notes = [
         f"the plan is another ({', '.join(name.replace('_', ' ') for name in changed)}): results"
         " are those of the saved run but for rounding"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -221,7 +222,7 @@ class Run:
         split = prove_split(
             dataclasses.replace(job, batch=batch),
             _gpu_of(self._device),
-            caches=self.plan.choices.generation_cache,
+            choices=self.plan.choices,
         )
         if split.whole_because:
             raise BadInput(
@@ -323,8 +324,8 @@ class Run:
         if job is None:
             return weigher.split if weigher is not None else None
         job = dataclasses.replace(job, batch=batch)
-        caches = self.plan.choices.generation_cache
-        split = prove_split(job, _gpu_of(self._device), evaluating=True, caches=caches)
+        gpu, choices = _gpu_of(self._device), self.plan.choices
+        split = prove_split(job, gpu, evaluating=True, choices=choices)
         if split.whole_because:
             raise BadInput(
                 "the loss of this batch cannot be computed in parts in evaluation"
@@ -542,6 +543,7 @@ def _apply(
         if not isinstance(job.model, nn.Module) and plan.choices.optimizer_on == "gpu":
             model.to(target)
         optimizer = _optimizer_of(job, model)
+        _refuse_closures(optimizer)
         _check_ownership(model, optimizer)
         card = _gpu_of(target)
         name, gpu = plan.made_for.job, card.name if card is not None else None
@@ -806,6 +808,25 @@ def _optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     if make is None:
         raise BadInput("a run is for training: give the job an optimizer")
     return make([p for p in model.parameters() if p.requires_grad])
+
+
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that computes the loss itself, as often as it likes."""
+    given = list(inspect.signature(optimizer.step).parameters.values())
+    if any(one.default is one.empty and one.kind in _GIVEN for one in given):
+        raise BadInput(
+            f"a step of {type(optimizer).__name__} has to be given {given[0].name!r}, with which it"
+            " computes the loss itself; a run computes it once for each step: choose another"
+            " optimizer"
+        )
+
+
+#: Arguments that a caller has to give if they have no default.
+_GIVEN = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
 
 
 def _gpu_of(device: torch.device) -> GPU | None:

@@ -59,11 +59,9 @@ class BlockTimer:
         for option in dict.fromkeys(option for menu in menus.values() for option in menu):
             paths = [path for path, menu in menus.items() if option in menu and path in calls]
             applied = dataclasses.replace(
-                choices,
+                choices.without_switchable,
                 blocks=dict.fromkeys(paths, option),
                 optimizer_in_backward=False,
-                cuda_graph=False,
-                allocator="",
             )
             with self._applied(applied, device) as stage:
                 for path in paths:
@@ -92,7 +90,7 @@ class BlockTimer:
             part = split_batch(part, choices.micro_batch)[0]
         device = next(self.model.parameters()).device
         bare = dataclasses.replace(
-            choices, blocks={}, optimizer_in_backward=False, cuda_graph=False, allocator=""
+            choices.without_switchable, blocks={}, optimizer_in_backward=False
         )
         try:
             with self._applied(bare, device) as stage, torch.no_grad(), _autocast(stage):

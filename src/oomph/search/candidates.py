@@ -13,6 +13,7 @@ from oomph.plans.choices import Choices, Outside, Weights
 from oomph.rehearsal.estimation import Estimate
 from oomph.search.option_profiles import OptionProfiles
 from oomph.search.solver import Solution
+from oomph.techniques.allocator_settings import with_allocator
 
 
 @dataclass(order=True)
@@ -58,7 +59,7 @@ class Verdict(NamedTuple):
 
     def passed_on(self, candidate: Candidate) -> Candidate:
         """The candidate as this check leaves it."""
-        choices = dataclasses.replace(candidate.choices, allocator=self.allocator)
+        choices = with_allocator(candidate.choices, self.allocator)
         return dataclasses.replace(candidate, choices=choices, rehearsed=self.rehearsed)
 
 
@@ -82,7 +83,7 @@ def kind_of(choices: Choices) -> Kind:
     A graph has a pool of its own; what leaves the GPU is there for a while on its way.
     """
     return (
-        choices.cuda_graph,
+        choices.launched_at_once,
         choices.leaves,
         choices.micro_batch if choices.leaves else None,
         choices.gradient_room,

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from oomph.hardware import GPU
 from oomph.hardware.timing.clock import Clock
@@ -14,7 +14,7 @@ from oomph.jobs.job import Job
 from oomph.plans.choices import KEEP, MASTERS, RECOMPUTE, Choices, on_the_gpu
 from oomph.plans.fidelity import Fidelity, of_fused_kernels
 from oomph.plans.plan import Change
-from oomph.plans.techniques import TechniqueInfo, all_techniques
+from oomph.plans.techniques import Target, TechniqueInfo, all_techniques
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.step_cost import peak_taken, step_cost
 from oomph.rehearsal.timeline import Timeline
@@ -33,8 +33,6 @@ class _Difference:
     with_it: tuple[str, ...] = ()
     """Choices that make no sense without it."""
     fidelity: Fidelity = Fidelity.EXACT
-    is_needed: bool = False
-    """Whether others cannot be without it: it is then priced in the job as it is, by itself."""
 
 
 #: The most bytes alive in a step, and its seconds.
@@ -118,16 +116,12 @@ def _value(one: _Difference, choices: Choices) -> Any:
 
 def _compared(one: _Difference, before: Choices, after: Choices) -> tuple[Choices, Choices]:
     """Two that differ in nothing else: without a difference, and with it."""
-    if one.is_needed:
+    if one.info is not None and one.info.alters_forward:
         alone = Choices(precision=before.precision, micro_batch=before.micro_batch)
         return alone, _taken_over(one, after, alone)
-    return _undone(one, before, after), after
-
-
-def _undone(one: _Difference, before: Choices, after: Choices) -> Choices:
-    """`after` without one of its differences."""
-    # How the allocator caches is no tensor's business.
-    return dataclasses.replace(_taken_over(one, before, after), allocator=after.allocator)
+    if one.info is not None and not one.info.concerns_tensors:
+        return after, after
+    return _taken_over(one, before, after), after
 
 
 def _taken_over(one: _Difference, given: Choices, to: Choices) -> Choices:
@@ -140,6 +134,14 @@ def _taken_over(one: _Difference, given: Choices, to: Choices) -> Choices:
     return dataclasses.replace(
         to, **{name: getattr(given, name) for name in names}, techniques=techniques
     )
+
+
+def typed_elsewhere(technique: str, choices: Choices) -> str:
+    """What a technique of a plan's diff is told, as people type it; empty if they cannot."""
+    for info in all_techniques():
+        if info.title == technique:
+            return info.typed(choices.settings(info))
+    return ""
 
 
 def settings_shown(technique: str, choices: Choices) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="precision",
             field="precision",
-            with_it=("weights", "cast_cache"),
+            with_it=("weights",),
             fidelity=Fidelity.ROUNDING,
         ),
         _Difference(technique="micro-batch", field="micro_batch"),
@@ -172,11 +174,9 @@ def _differences(after: Choices) -> list[_Difference]:
         ),
         _Difference(technique="loss", field="loss_chunk", with_it=("head",)),
         _Difference(technique="optimizer in backward", field="optimizer_in_backward"),
-        _Difference(technique="fused optimizer", field="fused_optimizer"),
-        *_registered("optimizer", after),
+        *_registered(Target.OPTIMIZER, after),
         _Difference(technique="weights", field="weights", fidelity=Fidelity.ROUNDING),
-        # Where a weight is used twice, its gradients are then added before they are rounded.
-        _Difference(technique="autocast's copies", field="cast_cache", fidelity=Fidelity.ROUNDING),
+        *_registered(Target.PRECISION, after),
         _Difference(
             technique="optimizer",
             field="optimizer_on",
@@ -197,15 +197,14 @@ def _differences(after: Choices) -> list[_Difference]:
         _Difference(
             technique="weights of blocks", field="weights_away", with_it=("weights_away_on",)
         ),
-        *_registered("model", after),
-        _Difference(technique="keys and values", field="generation_cache", is_needed=True),
-        _Difference(technique="CUDA graph", field="cuda_graph"),
-        _Difference(technique="allocator", field="allocator"),
+        *_registered(Target.MODEL, after),
+        *_registered(Target.LAUNCHES, after),
+        *_registered(Target.PROCESS, after),
     ]
 
 
-def _registered(changes: Literal["model", "optimizer"], after: Choices) -> list[_Difference]:
-    """The registered techniques that work on the model, or on the optimizer."""
+def _registered(changes: Target, after: Choices) -> list[_Difference]:
+    """The registered techniques that change this."""
     return [
         _Difference(
             technique=info.title,
@@ -234,22 +233,14 @@ def _say(one: _Difference, choices: Choices) -> str:
             return f"{choices.loss_chunk:,} rows at a time" if choices.loss_chunk else "all logits"
         case "optimizer in backward":
             return "yes" if choices.optimizer_in_backward else "no"
-        case "fused optimizer":
-            return "yes" if choices.fused_optimizer else "no"
         case "weights":
             return choices.weights
-        case "autocast's copies":
-            return "kept" if choices.cast_cache else "dropped"
         case "optimizer":
             return say_place(choices)
         case "weights of blocks":
             return say_weights_away(choices)
-        case "keys and values":
-            return "kept for generating" if choices.generation_cache else "not kept"
-        case "CUDA graph":
-            return "over a micro-batch" if choices.cuda_graph else "no"
         case _:
-            return choices.allocator or "default"
+            raise AssertionError(one.technique)
 
 
 def say_place(choices: Choices) -> str:

@@ -45,6 +45,7 @@ from oomph.search.solver import Chain, ChainBlock, Option, Solution
 from oomph.search.survey import Survey
 from oomph.techniques.chunked_loss import chunked_calls
 from oomph.techniques.step_buckets import bucket_bytes
+from oomph.techniques.technique import SearchContext, in_one_launch
 from oomph.torch_compat.autograd import queue_callback
 from oomph.torch_compat.pytree import tree_leaves, tree_map_with_path
 
@@ -149,7 +150,7 @@ class OptionProfiles:
         def by_real_clock(block: str, option: Option) -> Option:
             real = times.get((block, option.name), option.step_time.scaled(slower))
             # A graph is one launch, however long its contents would take to launch.
-            launching = 0.0 if self.choices.cuda_graph else real.launching
+            launching = 0.0 if self.choices.launched_at_once else real.launching
             return dataclasses.replace(option, seconds=real.kernels, launching=launching)
 
         return dataclasses.replace(
@@ -312,18 +313,7 @@ def profile_options(
     if base is None:
         raise CannotRehearse("there is nothing to hear")
     parts = count_parts(job, choices.micro_batch)
-    copies = None
-    if gpu is not None and choices.optimizer_in_backward:
-        # What the optimizer is about to step is copied to the host during forward and backward.
-        copies = _copies(base, parts, LinkRates.of(gpu), window=1.0, late=0.0)
-    if gpu is not None and choices.leaves:
-        copies = _copies(
-            base,
-            parts,
-            LinkRates.of(gpu),
-            window=1 - FORWARD_SHARE if _steps_in_backward(job, choices) else FORWARD_SHARE,
-            late=late_state(job, found, choices),
-        )
+    copies = None if gpu is None else _copies_of(job, gpu, found, choices, base, parts)
 
     def result(choices: Choices, launch: float) -> OptionProfiles:
         in_blocks = sum((one.cost.step_time(launch) for one in base.blocks), NONE)
@@ -341,17 +331,34 @@ def profile_options(
     as_profiled = result(choices, clock.launch)
     part = base.part.step_time(clock.launch)
     may_wait = part.launching > MAY_WAIT * part.kernels
-    if not may_wait or gpu is None or choices.precision == "fp16-mixed" or choices.leaves:
+    after_backward = dataclasses.replace(choices, optimizer_in_backward=False)
+    captured = in_one_launch(SearchContext(gpu=gpu, choices=after_backward)) if may_wait else None
+    if captured is None:
         return as_profiled
-    # A captured part is one launch.
-    graphed = result(
-        dataclasses.replace(choices, cuda_graph=True, optimizer_in_backward=False), launch=0.0
-    )
+    graphed = result(captured, launch=0.0)
     if parts == 1:
         # Gradients exist from the beginning.
         more = GRADIENT_BYTES * found.trainable
         graphed = dataclasses.replace(graphed, chain=graphed.chain.raised(more))
     return dataclasses.replace(as_profiled, graphed=graphed)
+
+
+def _copies_of(
+    job: Job, gpu: GPU, found: Survey, choices: Choices, base: _Round, parts: int
+) -> Copies | None:
+    """What a step copies to and from the host; None if nothing leaves the GPU."""
+    if choices.leaves:
+        return _copies(
+            base,
+            parts,
+            LinkRates.of(gpu),
+            window=1 - FORWARD_SHARE if _steps_in_backward(job, choices) else FORWARD_SHARE,
+            late=late_state(job, found, choices),
+        )
+    if choices.optimizer_in_backward:
+        # What the optimizer is about to step is copied to the host during forward and backward.
+        return _copies(base, parts, LinkRates.of(gpu), window=1.0, late=0.0)
+    return None
 
 
 def late_state(job: Job, found: Survey, choices: Choices) -> float:
@@ -560,19 +567,8 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
                 cost=clocked.cost,
             )
         )
-    part, step = part_and_step(timeline)
     if marks:
-        saved, bytes_freed_early = (
-            sum(one.saved for one in profiles),
-            sum(one.bytes_freed_early for one in profiles),
-        )
-        # What is freed early is freed at once, between the loss and its backward.
-        before = min(freed_early, default=first_backward.event)
-        after = max(freed_early, default=first_backward.event)
-        loss = max(
-            alive.peak_between(last_end.event, before) - saved,
-            alive.peak_between(after + 1, first_backward.event) - saved + bytes_freed_early,
-        )
+        loss = _peak_of_loss(alive, marks, profiles, freed_early)
         over = end_of_backward(timeline, start) or done
         # What the first block saved outlives its backward for a moment.
         floor = max(
@@ -582,6 +578,7 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
         )
     else:
         loss = floor = alive.peak(start, done)
+    part, step = part_and_step(timeline)
     return _Round(
         blocks=tuple(profiles),
         loss=loss,
@@ -589,6 +586,28 @@ def _listen(timeline: Timeline, assigned: dict[str, str], watched: Marks) -> _Ro
         fixed_part=alive.at(starts[0]),
         part=part,
         step=step,
+    )
+
+
+def _peak_of_loss(
+    alive: Alive,
+    marks: Sequence[_BlockMarks],
+    profiles: Sequence[_OptionProfile],
+    freed_early: Iterable[int],
+) -> int:
+    """Peak between the last block's forward and its backward, without what blocks saved.
+
+    `freed_early` are the events at which what blocks made is freed before their backward.
+    """
+    end = max(block.end.event for block in marks)
+    begin = min(block.backward.event for block in marks)
+    saved = sum(one.saved for one in profiles)
+    bytes_freed_early = sum(one.bytes_freed_early for one in profiles)
+    # What is freed early is freed at once, between the loss and its backward.
+    before, after = min(freed_early, default=begin), max(freed_early, default=begin)
+    return max(
+        alive.peak_between(end, before) - saved,
+        alive.peak_between(after + 1, begin) - saved + bytes_freed_early,
     )
 
 

@@ -69,7 +69,7 @@ from oomph.search.solver import Solution, leanest, solve
 from oomph.search.space import SearchSpace, stepping_later, tensors_of
 from oomph.search.survey import survey
 from oomph.search.trials import Trials
-from oomph.techniques.technique import Technique, techniques
+from oomph.techniques.technique import Technique, altering_forward, techniques
 from oomph.units import format_bytes, parse_bytes
 
 #: Rows of logits that may exist at a time; the largest number that fits is the fastest.
@@ -390,7 +390,7 @@ class Planner:
             one.fastest
             for profiles in self.profiles
             for one in self._chunked(profiles)
-            if not (one.choices.cuda_graph and self._refuses_capture)
+            if not (one.choices.launched_at_once and self._refuses_capture)
         )
 
     @property
@@ -605,7 +605,7 @@ class Planner:
         """Raise `CannotSplit` if a part of the batch fails by itself, but the whole does not."""
         if base.micro_batch in (None, self.job.micro_batch):
             return
-        plain = Choices(precision=base.precision, generation_cache=base.generation_cache)
+        plain = dataclasses.replace(altering_forward(base), precision=base.precision)
         for size in (None, base.micro_batch):
             try:
                 tried = dataclasses.replace(plain, micro_batch=size)
@@ -699,7 +699,7 @@ class Planner:
 
     def _predicted_of_blocks(self, choices: Choices) -> OptionProfiles:
         """The predicted profiles of blocks that run like this, on their own."""
-        plain = dataclasses.replace(choices, optimizer_in_backward=False, cuda_graph=False)
+        plain = dataclasses.replace(choices.without_switchable, optimizer_in_backward=False)
         for one in self._told:
             # Profiles with one loss chunk describe the blocks with any other chunk, too.
             if dataclasses.replace(one.choices, loss_chunk=choices.loss_chunk) == plain:
@@ -885,7 +885,7 @@ class Planner:
             chunk: one
             for one in variants
             if (chunk := one.choices.loss_chunk) is not None and chunk <= rows
-            if one.choices.cuda_graph == candidate.choices.cuda_graph
+            if one.choices.launched_at_once == candidate.choices.launched_at_once
         }
         return [smaller[chunk] for chunk in sorted(smaller, reverse=True)]
 
@@ -991,7 +991,7 @@ class Planner:
             if like is None or profiles.choices.fixed_part == like
             for candidate in self._solutions(profiles, rooms)
             if str(candidate.choices) not in without and kind_of(candidate.choices) != but
-            if not (candidate.choices.cuda_graph and self._refuses_capture)
+            if not (candidate.choices.launched_at_once and self._refuses_capture)
         ]
         return min(found, key=lambda one: (self._expected(one), one.number), default=None)
 

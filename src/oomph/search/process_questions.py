@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from oomph.plans.choices import Choices
@@ -14,5 +13,5 @@ Question = tuple[str, dict[str, Any]]
 
 
 def question(what: str, choices: Choices) -> Question:
-    """As plain JSON; the allocator's settings are part of no question, but of some answers."""
-    return what, dataclasses.replace(choices, allocator="").as_dict()
+    """As plain JSON; what changes no tensor is part of no question, but of some answers."""
+    return what, choices.concerning_tensors.as_dict()

@@ -102,19 +102,13 @@ class SearchSpace:
         rounds = self.allow.allows(Fidelity.ROUNDING)
         if precision == "fp32" and self.gpu is not None and rounds:
             precision = "bf16-mixed" if self.gpu.has_bf16 else "fp16-mixed"
-        plain = Choices(
-            precision=precision,
-            fused_optimizer=self.found.can_fuse,
-            generation_cache=not self.found.can_drop_cache,
-        )
+        plain = Choices(precision=precision)
         for technique in self.suited(Tried.ALWAYS):
             for option in self.options(technique, plain)[:1]:
                 plain = plain.using(technique.name, option)
         base = self.with_size(plain, size)
         own = self._compiled(base)
         variants = [own]
-        if precision in ("bf16-mixed", "fp16-mixed") and rounds and not own.compiled:
-            variants.append(dataclasses.replace(own, cast_cache=False))
         if precision == "bf16-mixed" and rounds and self.found.steps_per_parameter:
             # First, so that they are heard here: what leaves the GPU later is like them.
             variants.insert(0, self._compiled(dataclasses.replace(base, weights=MASTERS)))

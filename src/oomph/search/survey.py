@@ -18,40 +18,31 @@ from oomph.hardware import GPU
 from oomph.hardware.timing.clock import Clock
 from oomph.hardware.timing.ops import work_of
 from oomph.jobs.blocks import Call, choose_blocks, families
-from oomph.jobs.job import Job, make_batch
+from oomph.jobs.job import Job
 from oomph.jobs.preexisting_settings import checkpoints_itself, put_aside
-from oomph.plans.choices import KEEP, RECOMPUTE, saving
+from oomph.plans.choices import KEEP, RECOMPUTE, Choices, saving
 from oomph.rehearsal.passing_errors import PassingErrors
 from oomph.rehearsal.phases import FORWARD, rehearse
 from oomph.rehearsal.recorder import Recorder
 from oomph.rehearsal.storages import storage_key, tensors_in
 from oomph.splitting import prove_split
 from oomph.techniques.chunked_loss import find_heads
-from oomph.techniques.fused_optimizer import can_fuse, gap_in_memory
-from oomph.techniques.generation_cache import (
-    caching_modules,
-    notice_cache,
-    tells_samples_apart,
-    without_cache,
-)
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
 from oomph.techniques.loss_split import LossSplit
 from oomph.techniques.micro_batch import why_whole
 from oomph.techniques.optimizer_steps import why_not_divided
 from oomph.techniques.recompute import KINDS
 from oomph.techniques.surroundings import is_transformed
-from oomph.techniques.technique import techniques
+from oomph.techniques.technique import (
+    ApplyContext,
+    SearchContext,
+    apply_techniques,
+    techniques,
+)
 from oomph.techniques.tensor_writes import written_by
 from oomph.torch_compat.dispatch import TorchDispatchMode
 from oomph.torch_compat.modules import forward_hooks_of, forward_pre_hooks_of
 from oomph.torch_compat.operators import schema_of
-
-#: Why blocks may stay as they are where the cache of keys and values cannot be dropped.
-BESIDE_A_CACHE = (
-    "keys and values are kept for generating, beside which no block can be recomputed or compiled:"
-    " set model.config.use_cache = False (transformers then also keeps samples of one row apart"
-    " that position_ids tell apart)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +80,12 @@ class Survey:
     """Number of parameters that have gradients."""
     first: int
     """Number of parameters in the tensor that the optimizer steps first, usually an embedding."""
-    can_fuse: bool
-    """Whether the optimizer has a fused step that the job does not use yet."""
     stepped_whole_because: str
     """Why the optimizer must step all parameters at once; empty if it need not."""
     draws_random_numbers: bool
     """Whether a forward does so, for example in dropout."""
     unsuited: Mapping[str, str]
     """By technique: why this model, or its optimizer, cannot have it; others are not named."""
-    can_drop_cache: bool
-    """Whether the model keeps a cache of keys and values that its loss does not need."""
     checkpoints_itself: bool
     """Whether the user enabled the model's own checkpointing of its blocks."""
     whole_because: str
@@ -143,11 +130,7 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
         split = prove_split(job, gpu)
         whole_because = split.whole_because
     plain = dataclasses.replace(job, checkpointing="none", micro_batch=None)
-    seen = _see(plain, gpu, _Seen(plain, clock=clock, look=look))
-    without = _seen_without_cache(
-        plain, gpu, _Seen(plain, clock=clock, look=look, caches=False), seen
-    )
-    can_drop_cache, seen = without is not seen, without
+    seen = _see_altered(_see(_Seen(plain, gpu, clock=clock, look=look)))
     chosen = [
         path
         for path in choose_blocks(seen.families, seen.calls)
@@ -157,19 +140,16 @@ def survey(job: Job, gpu: GPU | None, clock: Clock, look: Look) -> Survey:
     left_alone = tuple(
         f"{path} has a hook inside, which recompute would call twice" for path in hooked
     )
-    if seen.keeps_for_generating:
-        left_alone += (BESIDE_A_CACHE,)
+    left_alone += tuple(one.left_alone for one in seen.inspections.values() if one.left_alone)
     return Survey(
         blocks=tuple(seen.block(path) for path in chosen if path not in seen.hooked),
         others=seen.others(chosen),
         heads=seen.heads,
         trainable=seen.trainable,
         first=seen.first,
-        can_fuse=seen.can_fuse and not _own_gaps(job),
         stepped_whole_because=_why_stepped_whole(job) or seen.stepped_whole_because,
         draws_random_numbers=seen.draws_random_numbers,
         unsuited=seen.unsuited,
-        can_drop_cache=can_drop_cache,
         checkpoints_itself=seen.checkpoints_itself,
         whole_because=whole_because or seen.whole_because,
         split=split,
@@ -192,41 +172,46 @@ def _why_stepped_whole(job: Job) -> str:
     return why_not_divided(own) if isinstance(own, torch.optim.Optimizer) else ""
 
 
-def _own_gaps(job: Job) -> bool:
-    """Whether the user's own weights have gaps in their memory, which copies lose."""
-    own = job.optimizer
-    return isinstance(own, torch.optim.Optimizer) and bool(gap_in_memory(own))
-
-
-def _see(job: Job, gpu: GPU | None, seen: _Seen) -> _Seen:
+def _see(seen: _Seen) -> _Seen:
     with contextlib.ExitStack() as entered:
         for inspection in seen.inspections.values():
             entered.enter_context(inspection.rehearsing())
-        rehearse(job, gpu, (FORWARD,), watch=seen.watch)
+        rehearse(seen.job, seen.gpu, (FORWARD,), watch=seen.watch)
     return seen
 
 
-def _seen_without_cache(job: Job, gpu: GPU | None, without: _Seen, seen: _Seen) -> _Seen:
-    """The forward as it runs without a generation cache; else what was seen before."""
-    if not seen.keeps_for_generating or tells_samples_apart(make_batch(job)):
+def _see_altered(seen: _Seen) -> _Seen:
+    """The forward as it runs with the techniques that alter it; else what was seen before."""
+    context = SearchContext(gpu=seen.gpu, choices=Choices(precision=seen.job.precision))
+    altering = {
+        one.name: one.options(context)[0]
+        for one in techniques()
+        if one.alters_forward and one.name not in seen.unsuited and not one.why_not(context)
+    }
+    if not altering:
         return seen
     try:
-        return _see(job, gpu, without)
-    except CannotRehearse:  # the loss reads it
+        return _see(seen.again(Choices(techniques=altering)))
+    except CannotRehearse as error:  # say, the loss reads what a technique drops
+        seen.refused = dict.fromkeys(altering, str(error))
         return seen
 
 
 class _Seen:
-    """What one forward showed; without `caches`, one that keeps no generation cache."""
+    """What one forward showed, with the techniques of these choices."""
 
-    def __init__(self, job: Job, clock: Clock, look: Look, *, caches: bool = True) -> None:
+    def __init__(
+        self, job: Job, gpu: GPU | None, *, clock: Clock, look: Look, choices: Choices | None = None
+    ) -> None:
+        self.job = job
+        self.gpu = gpu
         self.inspections = {one.name: one.inspect(job) for one in techniques()}
+        #: Why techniques that alter the forward cannot be had after all, by name.
+        self.refused: dict[str, str] = {}
         self._clock = clock
         self._look = look
-        self._caches = caches
-        self.keeps_for_generating = False
+        self._choices = choices or Choices()
         self.trainable = self.first = 0
-        self.can_fuse = False
         self.stepped_whole_because = ""
         self.calls: list[Call] = []
         self.families: list[Any] = []
@@ -253,17 +238,17 @@ class _Seen:
         self._look(model, optimizer)
         self.checkpoints_itself = checkpoints_itself(model)
         put_aside(model)
-        for module in caching_modules(model):
-            if self._caches:
-                notice_cache(module, self._notice_cache)
-            else:
-                without_cache(module)
+        apply_techniques(
+            ApplyContext(
+                model=model,
+                optimizer=optimizer,
+                device_type="cpu" if self.gpu is None else "cuda",
+                choices=self._choices,
+            )
+        )
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         self.first = next((p.numel() for p in stepped if p.requires_grad), 0)
-        self.can_fuse = can_fuse(optimizer) and not all(
-            group.get("fused") for group in optimizer.param_groups
-        )
         self.stepped_whole_because = why_not_divided(optimizer)
         self.families = families(model)
         self.heads = {
@@ -284,13 +269,18 @@ class _Seen:
     @property
     def unsuited(self) -> dict[str, str]:
         """By technique: why not, of those that cannot be had."""
-        return {name: one.why_not for name, one in self.inspections.items() if one.why_not}
+        found = {name: one.why_not for name, one in self.inspections.items()}
+        found = {name: why for name, why in found.items() if name not in self._choices.techniques}
+        return {name: why for name, why in (found | self.refused).items() if why}
 
-    def _notice_cache(self) -> None:
-        self.keeps_for_generating = True
+    def again(self, choices: Choices) -> _Seen:
+        """Looks at the same forward, with the techniques of these choices."""
+        return _Seen(self.job, self.gpu, clock=self._clock, look=self._look, choices=choices)
 
     def _enter(self, *_: Any) -> None:
         if not self._starts:
+            # Of what was computed outside of all calls nothing is known.
+            self._log.results = _CallResults()
             self._log.__enter__()
         self._starts.append(len(self._log.ops))
         self._errors.enter()
@@ -302,7 +292,9 @@ class _Seen:
         if self._errors.leave() or is_transformed():
             return
         taken, given = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        self.calls.append((path, _keys(taken), _keys(given)))
+        made_of = self._log.results.made_of(_keys(taken))
+        gave = self._log.results.note(_keys(given))
+        self.calls.append((path, _keys(taken) | made_of, _keys(given) | gave))
         if any(tensor.requires_grad for tensor in given):
             self._differentiated.add(path)
         weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
@@ -350,6 +342,44 @@ class _Seen:
         return Block(path=path, kind=kind, ops=self._ops[kind], parameters=self._sizes[path])
 
 
+class _CallResults:
+    """Which modules' results each tensor was computed from, by ops between their calls.
+
+    A residual connection outside of the blocks, as in `x = x + block(x)`, hands the next block
+    such a tensor, and not the result itself.
+    """
+
+    def __init__(self) -> None:
+        #: By storage: numbers of results. They are negative, so that they are no storages' keys.
+        self._of: dict[int, frozenset[int]] = {}
+        #: By storage: the results that lie in it.
+        self._in: dict[int, frozenset[int]] = {}
+        self._count = 0
+
+    def made_of(self, keys: frozenset[int]) -> frozenset[int]:
+        """The results that these storages hold or were computed from."""
+        return frozenset().union(*(self._of.get(key, ()) for key in keys))
+
+    def note(self, keys: frozenset[int]) -> frozenset[int]:
+        """A module returned these storages: gives the numbers of its result.
+
+        What was computed inside of the call stays inside, but the result of another module that it
+        returned as its own.
+        """
+        self._count += 1
+        own = frozenset([-self._count])
+        for key in keys:
+            self._of[key] = self._in[key] = own | self._in.get(key, frozenset())
+        return own
+
+    def follow(self, taken: frozenset[int], given: frozenset[int]) -> None:
+        """An op computed storages from others."""
+        made_of = self.made_of(taken)
+        for key in given:
+            self._of[key] = made_of
+            self._in.pop(key, None)
+
+
 class _OpLog(TorchDispatchMode):
     """Logs all ops, with details of those whose results are worth saving."""
 
@@ -357,6 +387,7 @@ class _OpLog(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, SavableOp | None]] = []
         self.draws_random_numbers = False
+        self.results = _CallResults()
         self._clock = clock
         #: By storage: index in the log of the op that made it, if the result is worth saving.
         self._results: dict[int, int] = {}
@@ -386,7 +417,9 @@ class _OpLog(TorchDispatchMode):
                 op, savable = self.ops[at]
                 assert savable is not None
                 self.ops[at] = op, dataclasses.replace(savable, is_overwritten=True)
-        for key in _keys(tensors_in(out)) - _keys(tensors_in((args, kwargs))):
+        taken, given = _keys(tensors_in((args, kwargs))), _keys(tensors_in(out))
+        self.results.follow(taken, given)
+        for key in given - taken:
             self._results.pop(key, None)  # its old entry was freed memory
             if is_savable:
                 self._results[key] = len(self.ops)

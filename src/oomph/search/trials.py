@@ -125,8 +125,8 @@ class Trials:
 
 
 def _key(choices: Choices) -> str:
-    """Cache key; leaves out the allocator's settings, which follow from everything else."""
-    return str(dataclasses.replace(choices, allocator=""))
+    """Cache key; leaves out what changes no tensor, which follows from everything else."""
+    return str(choices.concerning_tensors)
 
 
 def _builds_on(choices: Choices, one: Choices, before: Choices) -> bool:

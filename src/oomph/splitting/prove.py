@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from oomph.errors import CannotRehearse
 from oomph.hardware import GPU
 from oomph.jobs.job import Job, as_long_as, batch_size, compute_loss, make_batch
+from oomph.plans.choices import Choices
 from oomph.process.rehearsal_threads import rehearsing
 from oomph.rehearsal.garbage import only_new_garbage
 from oomph.rehearsal.phases import FORWARD, rehearse
@@ -38,13 +39,10 @@ from oomph.splitting.rules.products import product
 from oomph.splitting.token_wise import is_token_wise
 from oomph.splitting.trace import Origin, Place, Seen, TokenWise, Trace, Tracing
 from oomph.techniques.batch_calls import BatchCalls, Derived, name_of
-from oomph.techniques.generation_cache import (
-    caching_modules,
-    evaluating_the_loss,
-    without_cache,
-)
+from oomph.techniques.generation_cache import evaluating_the_loss
 from oomph.techniques.loss_split import LossSplit
 from oomph.techniques.micro_batch import FILLS, mean_over_targets, why_whole
+from oomph.techniques.technique import ApplyContext, altering_forward, apply_techniques
 from oomph.techniques.written_state import Written, find_written
 from oomph.torch_compat.dispatch import disable_current_modes
 from oomph.torch_compat.function_modes import DisableTorchFunction
@@ -78,14 +76,14 @@ _PLAIN_FUNCTIONS = ("CheckpointFunctionBackward", "GraphExecGroup")
 @rehearsing()
 @only_new_garbage()
 def prove_split(
-    job: Job, gpu: GPU | None, *, evaluating: bool = False, caches: bool = True
+    job: Job, gpu: GPU | None, *, evaluating: bool = False, choices: Choices | None = None
 ) -> LossSplit:
     """How the job's batch may be split; it stays whole if nothing can be proved.
 
-    `evaluating` asks for the loss in evaluation mode instead of training mode. Without `caches` the
-    model keeps no generation cache, as in plans: models look for packed rows then.
+    `evaluating` asks for the loss in evaluation mode instead of training mode. Of the `choices` of
+    a plan, those techniques count with which the model's own code takes other paths.
     """
-    mode = _Mode(evaluating=evaluating, caches=caches)
+    mode = _Mode(evaluating=evaluating, choices=altering_forward(choices or Choices()))
     batch = make_batch(job)
     samples = batch_size(batch)
     if samples < 2:
@@ -227,7 +225,7 @@ class _Mode:
     """The mode in which the model runs."""
 
     evaluating: bool
-    caches: bool
+    choices: Choices
 
 
 # -- one forward -----------------------------------------------------------------------------------
@@ -426,21 +424,24 @@ class _Forward:
             )
             return results[0]
 
-        def watch(model: nn.Module, _: Any, recorder: Recorder) -> None:
+        def watch(model: nn.Module, optimizer: Any, recorder: Recorder) -> None:
             recorders.append(recorder)
             if mode.evaluating:
                 model.eval()
-            if not mode.caches:
-                for module in caching_modules(model):
-                    without_cache(module)
+            apply_techniques(
+                ApplyContext(
+                    model=model,
+                    optimizer=optimizer,
+                    device_type="cpu" if gpu is None else "cuda",
+                    choices=mode.choices,
+                )
+            )
             recorder.values.picks_fewer = told is not None
             reasons.append(why_whole(model))
 
         traced = dataclasses.replace(job, loss=loss, batch=batch)
-        with (
-            evaluating_the_loss(),
-            shared_state_kept(job),
-        ):  # the rehearsal runs only the loss above
+        # The rehearsal runs only the loss above.
+        with evaluating_the_loss(), shared_state_kept(job):
             rehearse(traced, gpu, (FORWARD,), watch=watch)
         return made[0]
 

@@ -4,16 +4,61 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 
 import torch
 
+from oomph.plans.choices import Choices
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.techniques import Settings, Target, register
 from oomph.process.rehearsal_threads import rehearses_here
-from oomph.techniques.technique import Undo
+from oomph.techniques.technique import ApplyContext, Technique, Undo
 from oomph.torch_compat import cuda
 
 #: The setting a plan may use; the planner checks it by replaying the step under it.
 EXPANDABLE = "expandable_segments:True"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredAllocatorSettings(Settings):
+    """What PyTorch's CUDA allocator is told."""
+
+    conf: str = ""
+    """Settings for PYTORCH_CUDA_ALLOC_CONF."""
+
+
+@register
+class ConfiguredAllocator(Technique[ConfiguredAllocatorSettings]):
+    """The allocator reserves memory in another way; a check finds out by replays which is best."""
+
+    name = "cuda_allocator"
+    title = "allocator"
+    settings = ConfiguredAllocatorSettings
+    changes = Target.PROCESS
+    can_be_switched = True
+    concerns_tensors = False
+    runs_in_foreign_loops = True
+
+    def say(self, settings: ConfiguredAllocatorSettings) -> str:
+        return settings.conf or "default"
+
+    def typed(self, settings: ConfiguredAllocatorSettings) -> str:
+        return f"PYTORCH_CUDA_ALLOC_CONF={settings.conf}"
+
+    def elsewhere(self, settings: ConfiguredAllocatorSettings) -> str:
+        return f"{self.typed(settings)}, set before the start"
+
+    def fidelity(self, settings: ConfiguredAllocatorSettings, precision: str) -> Fidelity:
+        return Fidelity.EXACT
+
+    def apply(self, settings: ConfiguredAllocatorSettings, context: ApplyContext) -> Undo:
+        return set_allocator(settings.conf)
+
+
+def with_allocator(choices: Choices, conf: str) -> Choices:
+    """The same under these settings of the allocator."""
+    return choices.using(ConfiguredAllocator.name, ConfiguredAllocatorSettings(conf=conf))
 
 
 def set_allocator(settings: str) -> Undo:

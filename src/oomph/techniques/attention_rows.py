@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +54,10 @@ class AttentionRows(Technique[AttentionRowsSettings]):
 
     name = "attention_rows"
     title = "attention's bias"
+    words = ("as it is", "in rows, for fused kernels")
     settings = AttentionRowsSettings
     tried = Tried.ALWAYS
     runs_in_foreign_loops = True
-
-    def say(self, settings: AttentionRowsSettings) -> str:
-        return "in rows, for fused kernels" if settings.enabled else "as it is"
 
     def elsewhere(self, settings: AttentionRowsSettings) -> str:
         return "biases of attention in rows, which fused kernels take"
@@ -72,9 +70,6 @@ class AttentionRows(Technique[AttentionRowsSettings]):
 
     def why_not(self, context: SearchContext) -> str:
         return "the CPU's kernels take gaps" if context.gpu is None else ""
-
-    def options(self, context: SearchContext) -> Sequence[AttentionRowsSettings]:
-        return [AttentionRowsSettings(enabled=True)]
 
     def apply(self, settings: AttentionRowsSettings, context: ApplyContext) -> Undo:
         return close_gaps()

@@ -5,15 +5,64 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from oomph.errors import BadInput
 from oomph.jobs.job import AUTOCAST
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.techniques import Settings, Target, register
 from oomph.process.rehearsal_threads import rehearses_here
-from oomph.techniques.technique import Undo
+from oomph.techniques.technique import ApplyContext, SearchContext, Technique, Tried, Undo
 from oomph.torch_compat.backend_flags import set_backend_flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastCacheSettings(Settings):
+    """How long autocast's half-precision copies of the weights live."""
+
+    dropped: bool = False
+    """Whether each copy is made where it is used, and none is kept for the whole forward."""
+
+
+@register
+class CastCache(Technique[CastCacheSettings]):
+    """Autocast drops its half-precision copies of the weights after each use."""
+
+    name = "cast_cache"
+    title = "autocast's copies"
+    words = ("kept", "dropped")
+    settings = CastCacheSettings
+    changes = Target.PRECISION
+    belongs_with = ("precision",)
+    tried = Tried.AS_VARIANT
+    runs_in_foreign_loops = True
+
+    def elsewhere(self, settings: CastCacheSettings) -> str:
+        return "autocast without its cache of weights"
+
+    def fidelity(self, settings: CastCacheSettings, precision: str) -> Fidelity:
+        # Where a weight is used twice, its gradients are then added before they are rounded.
+        return Fidelity.ROUNDING
+
+    def why_not(self, context: SearchContext) -> str:
+        if context.choices.precision not in AUTOCAST:
+            return "autocast makes no copies in this precision"
+        if context.choices.weights != "own":
+            return "the weights are in half precision themselves"
+        return "compiled blocks make their own copies" if context.choices.compiled else ""
+
+    def apply(self, settings: CastCacheSettings, context: ApplyContext) -> Undo:
+        stage = context.stage
+        assert stage is not None
+        stage.cast_cache = False
+
+        def undo() -> None:
+            stage.cast_cache = True
+
+        return undo
 
 
 def autocast(

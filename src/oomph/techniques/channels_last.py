@@ -9,7 +9,6 @@ copies. Weights, and so the optimizer and saved files, stay as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeGuard
@@ -50,12 +49,10 @@ class ChannelsLast(Technique[ChannelsLastSettings]):
 
     name = "channels_last"
     title = "channels"
+    words = ("as they are", "last")
     settings = ChannelsLastSettings
     tried = Tried.ALWAYS
     runs_in_foreign_loops = True
-
-    def say(self, settings: ChannelsLastSettings) -> str:
-        return "last" if settings.enabled else "as they are"
 
     def elsewhere(self, settings: ChannelsLastSettings) -> str:
         return "images with channels last; model.to(memory_format=torch.channels_last)"
@@ -74,9 +71,6 @@ class ChannelsLast(Technique[ChannelsLastSettings]):
         if context.choices.precision in ("fp32", "tf32"):
             return "in full precision convolutions keep the layout they have"
         return ""
-
-    def options(self, context: SearchContext) -> Sequence[ChannelsLastSettings]:
-        return [ChannelsLastSettings(enabled=True)]
 
     def apply(self, settings: ChannelsLastSettings, context: ApplyContext) -> Undo:
         with contextlib.ExitStack() as undos:

@@ -23,15 +23,76 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from oomph.errors import CannotRehearse
+from oomph.errors import BadInput, CannotRehearse
+from oomph.plans.choices import Choices
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.techniques import Settings, Target, register
 from oomph.techniques.host_reads import HostReads
 from oomph.techniques.micro_batch import Weigher
+from oomph.techniques.technique import ApplyContext, SearchContext, Technique, Tried, Undo
 from oomph.torch_compat.pytree import tree_flatten, tree_unflatten
 
 log = logging.getLogger("oomph")
 
 #: Replays a capture.
 Replay = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CUDAGraphSettings(Settings):
+    """How kernels are launched."""
+
+    enabled: bool = False
+    """Whether the kernels of a micro-batch are launched all at once."""
+
+
+@register
+class CUDAGraph(Technique[CUDAGraphSettings]):
+    """A micro-batch is captured, and replayed for all that look like it."""
+
+    name = "cuda_graph"
+    title = "CUDA graph"
+    words = ("no", "over a micro-batch")
+    settings = CUDAGraphSettings
+    changes = Target.LAUNCHES
+    tried = Tried.AS_ONE_LAUNCH
+    can_be_switched = True
+    rests_on_all = True
+    launches_at_once = True
+
+    def fidelity(self, settings: CUDAGraphSettings, precision: str) -> Fidelity:
+        return Fidelity.EXACT
+
+    def check(self, settings: CUDAGraphSettings, choices: Choices) -> None:
+        if choices.optimizer_on == "host":
+            raise BadInput(
+                "an optimizer on the host is stepped in its own time, and not beside a CUDA graph"
+            )
+        if choices.offloaded_to == "disk":
+            raise BadInput("a captured micro-batch cannot wait for the disk: offload to the host")
+        if choices.optimizer_in_backward:
+            raise BadInput("a captured micro-batch cannot step the optimizer in its backward")
+
+    def why_not(self, context: SearchContext) -> str:
+        if context.gpu is None:
+            return "the CPU launches nothing"
+        if context.choices.precision == "fp16-mixed":
+            return "a loss scaler's numbers have no lasting place"
+        return "copies beside the GPU wait for the host" if context.choices.leaves else ""
+
+    def apply(self, settings: CUDAGraphSettings, context: ApplyContext) -> Undo:
+        stage = context.stage
+        assert stage is not None
+        if context.device_type == "cpu" or stage.scaler is not None:
+            return lambda: None
+        graph = GraphedParts(context.optimizer, context.capture or capture_on_the_card)
+        stage.graph = graph
+
+        def undo() -> None:
+            stage.graph = None
+            graph.undo()
+
+        return undo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from oomph.errors import NotRepeatable
 from oomph.process.random_state import get_random_state, set_random_state
 from oomph.techniques.python_state import PythonState
+from oomph.techniques.recompute_stop import RecomputeStop
 from oomph.techniques.same_again import SameAgain
 from oomph.techniques.surroundings import Surroundings
 from oomph.techniques.tensor_writes import Kept, TensorWrites, View, state_of, storage_of
@@ -238,7 +239,8 @@ class ForwardCall:
             self._saved = leaves
         given = [self._renewed.get(at, leaf) for at, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(given, self._spec)
-        return self.block.forward(*args, **kwargs)
+        with RecomputeStop():
+            return self.block.forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

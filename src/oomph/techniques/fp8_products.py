@@ -9,7 +9,6 @@ not memory; unless its block is compiled, finding scales and rounding take longe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeGuard
@@ -45,13 +44,11 @@ class FP8Products(Technique[FP8ProductsSettings]):
 
     name = "fp8_products"
     title = "products"
+    words = ("as they are", "FP8 inside blocks")
     settings = FP8ProductsSettings
     tried = Tried.AS_VARIANT
     decides_precision = True
     runs_in_foreign_loops = True
-
-    def say(self, settings: FP8ProductsSettings) -> str:
-        return "FP8 inside blocks" if settings.enabled else "as they are"
 
     def elsewhere(self, settings: FP8ProductsSettings) -> str:
         return "matrix products in FP8"
@@ -67,9 +64,6 @@ class FP8Products(Technique[FP8ProductsSettings]):
         if context.choices.precision not in ("bf16", "bf16-mixed"):
             return "products are rounded from bf16 alone"
         return ""
-
-    def options(self, context: SearchContext) -> Sequence[FP8ProductsSettings]:
-        return [FP8ProductsSettings(enabled=True)]
 
     def apply(self, settings: FP8ProductsSettings, context: ApplyContext) -> Undo:
         inside = dict.fromkeys(module for block in context.blocks for module in block.modules())

@@ -6,14 +6,27 @@ results as large as the parameters. A fused kernel keeps none and is faster.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oomph.errors import BadInput
-from oomph.techniques.optimizer_steps import runs_step_of
-from oomph.techniques.technique import Undo
+from oomph.jobs.job import Job
+from oomph.plans.choices import Choices
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.techniques import Settings, Target, register
+from oomph.techniques.optimizer_steps import runs_step_of, sparse_gradient
+from oomph.techniques.technique import (
+    ApplyContext,
+    Inspection,
+    Technique,
+    Tried,
+    Undo,
+)
 from oomph.torch_compat.optimizers import CHECKS_FUSED, UNSCALES, load_hooks_of, scalar_dtype
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -24,20 +37,78 @@ _MARKS = (UNSCALES, CHECKS_FUSED)
 
 _FLAGS = {"fused": True, "foreach": False}
 
+#: The optimizers whose step is fused by a plan now.
+_fused_here: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 #: Types of weights most of whose elements PyTorch's fused SGD leaves as they are on the CPU.
 _NOT_STEPPED_BY_SGD = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedOptimizerSettings(Settings):
+    """How the optimizer steps."""
+
+    enabled: bool = False
+    """Whether it steps in one fused kernel."""
+
+
+@register
+class FusedOptimizer(Technique[FusedOptimizerSettings]):
+    """The optimizer steps in one fused kernel."""
+
+    name = "fused_optimizer"
+    title = "fused optimizer"
+    settings = FusedOptimizerSettings
+    changes = Target.OPTIMIZER
+    tried = Tried.ALWAYS
+    runs_in_foreign_loops = True
+
+    def fidelity(self, settings: FusedOptimizerSettings, precision: str) -> Fidelity:
+        return Fidelity.EXACT
+
+    def inspect(self, job: Job) -> Inspection:
+        return _Fusible(job)
+
+    def apply(self, settings: FusedOptimizerSettings, context: ApplyContext) -> Undo:
+        if sparse := sparse_gradient(context.model):
+            raise BadInput(
+                f"{sparse}, which no fused kernel takes: use sparse=False, or plan again"
+            )
+        return fuse_optimizer(context.optimizer)
+
+    def training_arguments(
+        self, settings: FusedOptimizerSettings, choices: Choices, now: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return {"optim": "adamw_torch_fused"} if now["optim"] == "adamw_torch" else {}
+
+
+class _Fusible(Inspection):
+    """Whether the optimizer has a fused step that the job does not use yet."""
+
+    def __init__(self, job: Job) -> None:
+        own = job.optimizer
+        # Copies of the user's weights have no gaps.
+        self._why_not = gap_in_memory(own) if isinstance(own, torch.optim.Optimizer) else ""
+
+    @property
+    def why_not(self) -> str:
+        return self._why_not
+
+    def built(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._why_not = self._why_not or sparse_gradient(model) or why_not_fused(optimizer)
+        if all(group.get("fused") for group in optimizer.param_groups):
+            self._why_not = "its steps are fused already"
+
+
+def is_fused_here(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a plan fused the optimizer's step, which the user did not."""
+    return optimizer in _fused_here
 
 
 def steps_rightly_on_cpu(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Whether the CPU's fused kernel makes the step of a parameter that it should make."""
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     return not (is_sgd and parameter.dtype in _NOT_STEPPED_BY_SGD)
-
-
-def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `fuse_optimizer` takes this optimizer."""
-    return not _why_not(optimizer)
 
 
 def gap_in_memory(optimizer: torch.optim.Optimizer) -> str:
@@ -54,13 +125,14 @@ def gap_in_memory(optimizer: torch.optim.Optimizer) -> str:
 
 def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     """Step all groups with fused kernels from now on; the state so far is kept."""
-    why = _why_not(optimizer)
+    why = why_not_fused(optimizer)
     if why:
         raise BadInput(f"this optimizer has no fused step: {why}; leave it as it is")
     flags_before = [{flag: group[flag] for flag in _FLAGS} for group in optimizer.param_groups]
     defaults_before = {flag: optimizer.defaults[flag] for flag in _FLAGS}
     marks_before = {mark: vars(optimizer)[mark] for mark in _MARKS if mark in vars(optimizer)}
     _fuse(optimizer)
+    _fused_here.add(optimizer)
     begun = _BeforeSteps(optimizer)
     # A loaded state brings the flags it was saved with.
     handle = optimizer.register_load_state_dict_post_hook(_fuse)
@@ -81,6 +153,7 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     def undo() -> None:
         if handle.id not in load_hooks_of(optimizer):
             return
+        _fused_here.discard(optimizer)
         handle.remove()
         shown.remove()
         begun.remove()
@@ -170,7 +243,8 @@ def _first_momentum(parameter: Tensor, group: dict[str, Any]) -> Tensor:
     return gradient.mul_(group["dampening"] / group["momentum"])
 
 
-def _why_not(optimizer: torch.optim.Optimizer) -> str:
+def why_not_fused(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer has no fused step, in words; empty where it has one."""
     if not runs_step_of(optimizer, _FUSED):
         return f"{type(optimizer).__name__} has no fused kernel"
     for group in optimizer.param_groups:

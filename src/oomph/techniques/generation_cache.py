@@ -15,18 +15,102 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from oomph.jobs.job import Job, make_batch
+from oomph.plans.choices import Choices
+from oomph.plans.fidelity import Fidelity
+from oomph.plans.techniques import Settings, register
 from oomph.techniques.recompute import replace_forward
-from oomph.techniques.technique import Undo
+from oomph.techniques.technique import (
+    ApplyContext,
+    Inspection,
+    Technique,
+    Tried,
+    Undo,
+)
 
 #: The arguments of a forward by which somebody continues from earlier tokens.
 _EARLIER = ("past_key_values", "cache_params")
 
+#: Why blocks may stay as they are where the cache of keys and values cannot be dropped.
+BESIDE_A_CACHE = (
+    "keys and values are kept for generating, beside which no block can be recomputed or compiled:"
+    " set model.config.use_cache = False (transformers then also keeps samples of one row apart"
+    " that position_ids tell apart)"
+)
+
 #: Whether forwards are run for their loss alone, in evaluation too.
 _for_the_loss = ContextVar("_for_the_loss", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationCacheSettings(Settings):
+    """What a model keeps for generating."""
+
+    dropped: bool = False
+    """Whether it keeps no keys and values where a step runs it."""
+
+
+@register
+class GenerationCache(Technique[GenerationCacheSettings]):
+    """A model that keeps keys and values for generating keeps none in training."""
+
+    name = "generation_cache"
+    title = "keys and values"
+    words = ("kept for generating", "not kept")
+    settings = GenerationCacheSettings
+    tried = Tried.ALWAYS
+    alters_forward = True
+    runs_in_foreign_loops = True
+
+    def fidelity(self, settings: GenerationCacheSettings, precision: str) -> Fidelity:
+        return Fidelity.EXACT
+
+    def inspect(self, job: Job) -> Inspection:
+        return _Kept(job)
+
+    def apply(self, settings: GenerationCacheSettings, context: ApplyContext) -> Undo:
+        with contextlib.ExitStack() as undos:
+            for module in caching_modules(context.model):
+                undos.callback(without_cache(module))
+            return undos.pop_all().close
+
+    def training_arguments(
+        self, settings: GenerationCacheSettings, choices: Choices, now: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return {"use_cache": False}
+
+
+class _Kept(Inspection):
+    """Whether the model keeps keys and values that its loss may do without."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._seen = False
+
+    @property
+    def why_not(self) -> str:
+        if not self._seen:
+            return "the model keeps nothing for generating"
+        if tells_samples_apart(make_batch(self._job)):
+            return "the batch tells samples of one row apart"
+        return ""
+
+    @property
+    def left_alone(self) -> str:
+        return BESIDE_A_CACHE if self._seen else ""
+
+    def built(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for module in caching_modules(model):
+            notice_cache(module, self._notice)
+
+    def _notice(self) -> None:
+        self._seen = True
 
 
 def caching_modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -40,8 +40,6 @@ completes all of it.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import threading
 from collections.abc import (
     Callable,
@@ -49,7 +47,6 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -57,31 +54,37 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput, StepBroken
-from oomph.jobs.job import repeated_blocks
+from oomph.jobs.blocks import repeated_blocks
 from oomph.memory.limits import check_host_memory, host_limits
-from oomph.memory.link import Copy, Link
+from oomph.memory.link import Link
 from oomph.memory.numbered_store import OpenStore
 from oomph.process.interrupts import interrupts
 from oomph.techniques.begun_step import BegunStep, WatchedState
-from oomph.techniques.disk_gradients import DiskGradients, open_disk_gradients
-from oomph.techniques.disk_state import DiskState, choose_for_disk, open_disk_state
 from oomph.techniques.first_use import FirstUse
 from oomph.techniques.forward_call import Repeated, is_awaited, untried_blocks
 from oomph.techniques.gradient_norm import clip_coefficient, gradient_norm
+from oomph.techniques.gradient_scaling import CoefficientOnHost, GradientScaling
 from oomph.techniques.host_masters import HostMasters
+from oomph.techniques.host_placement import (
+    HostPlacement,
+    check_model,
+    check_placement,
+    choose_staying,
+    find_trained,
+    made_states,
+    place_gradients_on_disk,
+    place_state_on_disk,
+)
 from oomph.techniques.host_state import HostState
 from oomph.techniques.host_step import HostStep
-from oomph.techniques.host_tensors import host_tensor
 from oomph.techniques.later_reads import LaterReads
 from oomph.techniques.leaving_gradients import LeavingGradients
-from oomph.techniques.low_bit_state import has_low_bit_state
+from oomph.techniques.loaded_state import LoadedState
 from oomph.techniques.master_weights import AwayWeights, KeptMasters
 from oomph.techniques.optimizer_in_backward import weakly
-from oomph.techniques.optimizer_steps import Masters, check_per_parameter, sparse_gradient
+from oomph.techniques.optimizer_steps import Masters, check_per_parameter
 from oomph.techniques.optimizer_twin import (
     Group,
-    OptimizerTwin,
-    State,
     frozen_groups,
     is_elementwise,
 )
@@ -93,17 +96,12 @@ from oomph.techniques.streamed_step import StreamedStep
 from oomph.techniques.streamed_weights import (
     StreamedWeights,
     is_compiled,
-    note_stepped_on_host,
 )
 from oomph.techniques.watched_tensors import aliases, own_work
-from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
+from oomph.techniques.weight_owners import note_stepped_on_host
 from oomph.torch_compat.fake_tensors import FakeTensor
-from oomph.torch_compat.grad_scaler import scale_of, states_of
-from oomph.torch_compat.optimizers import foreach_unscale_, mark_stepped
+from oomph.torch_compat.optimizers import mark_stepped
 
-#: State of parameters with at most this share of all elements stays on the GPU. Most parameters are
-#: biases and norms, and copying such small tensors costs the host more than the memory is worth.
-LITTLE = 1e-4
 #: The share of free host memory that gradients may take which wait for the end of a backward.
 MOST_OF_HOST = 0.5
 #: Buckets that backward completes for each one fetched early, as weights use the same link.
@@ -122,30 +120,6 @@ class RoundedMasters(Masters, Protocol):
         """Note that a master was stepped and rounded into its parameter."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostPlacement:
-    """Where each part of the optimizer's data is kept."""
-
-    host_share: float = 0.0
-    """The share of all elements that the host's cores step: those that forward needs last."""
-    disk_share: float = 0.0
-    """The share of all elements whose state and masters are on the disk; the GPU steps them."""
-    gpu_share: float = 0.0
-    """The share of all elements whose state and masters stay on the GPU: the optimizer's first
-    parameters, in addition to the smallest ones."""
-    keep_gradients: int | None = None
-    """Bytes of gradients that may stay on the GPU, those that forward needs first; None is all."""
-    gradients_to_disk: bool = False
-    """Whether the other gradients go to the disk, except those that the host's cores step."""
-    bucket: int = 64 << 20
-    """Bytes of weights, or of their masters, that are stepped together."""
-    ahead: int = 2
-    """Buckets that may be on their way to the GPU at a time, and as many on their way back."""
-    early: int = 0
-    """Buckets fetched as backward ends, before the norm of all gradients is known, if more than
-    `ahead`; as many may be on their way back in the forward that follows."""
-
-
 class HostOptimizer:
     """Steps `optimizer` with its state on the host; see the top of this file.
 
@@ -161,7 +135,7 @@ class HostOptimizer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         link: Link,
-        placement: HostPlacement = HostPlacement(),
+        placement: HostPlacement | None = None,
         *,
         blocks: Collection[nn.Module] | None = None,
         masters: RoundedMasters | None = None,
@@ -171,8 +145,9 @@ class HostOptimizer:
         home: Callable[[Tensor], torch.device] | None = None,
         disk: OpenStore | None = None,
     ) -> None:
-        _check(optimizer, masters, placement)
-        _check_model(model)
+        placement = placement or HostPlacement()
+        check_placement(optimizer, masters, placement)
+        check_model(model)
         self._weights = weights
         self._home = home
         self._optimizer = optimizer
@@ -181,34 +156,19 @@ class HostOptimizer:
         self._early = max(placement.early, placement.ahead)
         self._masters = masters
         self._clip_norm = clip_norm
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaling: GradientScaling | None = None
+        if scaler is not None and scaler.is_enabled():
+            self._scaling = GradientScaling(scaler, optimizer)
         #: Whether `step` only begins a step: all gradients must be known before the first is used.
-        self.defers = clip_norm is not None or self._scaler is not None
+        self.defers = clip_norm is not None or self._scaling is not None
         #: Whether the host's cores may still be stepping when the next step has begun.
         self.steps_on_host = placement.host_share > 0
         #: Whether a step was aborted after some parameters had been stepped: weights and state are
         #: then partly those of the next step, and no further step is made.
         self.dirty = False
-        self._trained = _find_trained(optimizer, masters, weights)
+        self._trained = find_trained(optimizer, masters, weights)
         self._by_leaf = {trained.leaf: trained for trained in self._trained}
-        #: Parameters whose state and masters stay on the GPU.
-        self._staying = _staying(self._trained, placement.gpu_share)
-        leaving = [trained for trained in self._trained if trained not in self._staying]
-        self._disk = _open_disk(disk, optimizer, leaving, placement)
-        self._state = HostState(link, optimizer, self._disk, self._staying)
-        self._host_masters = HostMasters(link, self._disk, self._staying)
-        self._shows_disk = True
-        self._gradients = LeavingGradients(link, placement.bucket * placement.ahead)
-        parts = StepParts(
-            link=link,
-            optimizer=optimizer,
-            state=self._state,
-            masters=self._host_masters.in_memory,
-            weights=weights,
-            rounded=self._note_rounded,
-        )
-        self._streamed = StreamedStep(parts, inside=not self.defers)
-        self._host = HostStep(parts)
+        self._open_stores(disk)
         self._first_use = FirstUse(
             model, repeated_blocks(model) if blocks is None else blocks, self._before_unit
         )
@@ -236,16 +196,13 @@ class HostOptimizer:
         #: For a begun step: gradients on the GPU, and the next bucket to be stepped.
         self._pending: dict[Trained, Tensor] = {}
         self._pending_coefficient: Tensor | None = None
+        self._coefficient_on_host = CoefficientOnHost(link)
         self._next: int | None = None
         self._groups: list[Group] = []
         self._host_groups: list[Group] = []
-        #: By index in the optimizer: the state that is being loaded.
-        self._loading: dict[int, State] = {}
-        self._sent_coefficient: tuple[Tensor, Copy] | None = None
-        self._coefficient_room: Tensor | None = None
         try:
             self._end_of_note = note_stepped_on_host(self._by_leaf, weights)
-            self._gradients.disk = _open_disk_gradients(disk, self._trained, placement)
+            self._gradients.disk = place_gradients_on_disk(disk, self._trained, placement)
             self._leave_gpu()
             self._add_hooks()
             self._watch_state()
@@ -293,7 +250,7 @@ class HostOptimizer:
             if not self._gradients.is_empty or any(t.owned.grad is not None for t in self._trained):
                 raise BadInput("no backward was the last: say backward(last=True) for one of them")
             return
-        if self._scaler is not None and self._skips():
+        if self._scaling is not None and self._scaling.skips():
             self.abandon()
             return
         # Schedulers check this mark.
@@ -414,7 +371,8 @@ class HostOptimizer:
         with self._at_work():
             self._host.forget()
             self._pending, self._pending_coefficient = {}, None
-            self._sent_coefficient, self._next = None, None
+            self._coefficient_on_host.forget()
+            self._next = None
             self._begun.forward(t.leaf for t in self._trained if t.away is None)
             self.abandon()
         self.dirty = False
@@ -460,11 +418,12 @@ class HostOptimizer:
         self._trained, self._by_leaf, self._pending = [], {}, {}
         self._order = StepOrder([], [], set(), (), set())
         self._begin_batch()
-        self._sent_coefficient = self._coefficient_room = self._next = None
+        self._coefficient_on_host.close()
+        self._next = None
 
     def make_state(self) -> None:
         """Create state as if after a first step, with undefined values: for a rehearsal."""
-        made = _made_states(self._optimizer)
+        made = made_states(self._optimizer)
         with self._at_work():
             for trained in self._trained:
                 self._state.make(trained, made(trained.group, trained.owned.dtype))
@@ -472,8 +431,38 @@ class HostOptimizer:
 
     # -- setting up -------------------------------------------------------------------------------
 
+    def _open_stores(self, disk: OpenStore | None) -> None:
+        """Make what holds state, masters and gradients outside the GPU, and what steps them."""
+        #: Parameters whose state and masters stay on the GPU.
+        self._staying = choose_staying(self._trained, self._placement.gpu_share)
+        leaving = [trained for trained in self._trained if trained not in self._staying]
+        self._disk = place_state_on_disk(disk, self._optimizer, leaving, self._placement)
+        self._state = HostState(self._link, self._optimizer, self._disk, self._staying)
+        self._host_masters = HostMasters(self._link, self._disk, self._staying)
+        self._shows_disk = True
+        self._gradients = LeavingGradients(
+            self._link, self._placement.bucket * self._placement.ahead
+        )
+        parts = StepParts(
+            link=self._link,
+            optimizer=self._optimizer,
+            state=self._state,
+            masters=self._host_masters.in_memory,
+            weights=self._weights,
+            rounded=self._note_rounded,
+        )
+        self._streamed = StreamedStep(parts, inside=not self.defers)
+        self._host = HostStep(parts)
+        self._loading = LoadedState(
+            link=self._link,
+            optimizer=self._optimizer,
+            state=self._state,
+            staying=self._staying,
+            on_disk=self._disk or (),
+        )
+
     def _leave_gpu(self) -> None:
-        made = _made_states(self._optimizer) if is_elementwise(self._optimizer) else None
+        made = made_states(self._optimizer) if is_elementwise(self._optimizer) else None
         for trained in self._trained:
             self._state.move_out(trained)
             self._place_counter(trained, trained.leaf.device)
@@ -554,8 +543,8 @@ class HostOptimizer:
         self._complete: dict[Trained, Tensor | None] = {}
         #: Complete gradients that stay on the GPU.
         self._kept: dict[Trained, Tensor] = {}
-        self._found_inf: Tensor | None = None
-        self._inverse_scale: Tensor | None = None
+        if self._scaling is not None:
+            self._scaling.begin_batch()
         self._stepped_inside = False
         #: By bucket: the parameters whose gradients are not complete.
         self._missing: dict[Bucket, set[Trained]] = {}
@@ -585,7 +574,7 @@ class HostOptimizer:
             self._upcoming = list(self._order.streamed)
             following = self._upcoming if self.defers else reversed(self._upcoming)
             self._state.announce(piece for bucket in following for piece in bucket.pieces)
-        self._wires_leaf_dtype = self._is_first and last and self._scaler is None
+        self._wires_leaf_dtype = self._is_first and last and self._scaling is None
         self._is_first = False
 
     def _arrived(self, leaf: Tensor) -> None:
@@ -638,8 +627,8 @@ class HostOptimizer:
     def _take(self, trained: Trained, gradient: Tensor) -> None:
         """Handle a complete gradient: keep or offload it, and step the buckets it completes."""
         trained.owned.grad = None
-        if self._scaler is not None:
-            self._unscale(gradient)
+        if self._scaling is not None:
+            self._scaling.unscale(gradient)
         self._complete[trained] = gradient_norm(gradient) if self._clip_norm is not None else None
         leaves = trained in self._order.leaving
         if self._untried or (leaves and (self.defers or trained in self._order.host_stepped)):
@@ -727,9 +716,8 @@ class HostOptimizer:
         self._begin_batch()
         with self._or_dirty():
             for bucket in self._order.on_host:
-                self._host.begin(
-                    bucket, self._gradients, self._host_groups, self._coefficient_on_host()
-                )
+                coefficient = self._coefficient_on_host.of(self._pending_coefficient)
+                self._host.begin(bucket, self._gradients, self._host_groups, coefficient)
                 self._used(bucket, self._pending)
         self._gradients.release()
         self._advance(self._order.stop_of_unused)
@@ -840,10 +828,9 @@ class HostOptimizer:
             return
         self._advance(len(self._order.streamed))
         self._finish_on_host(self._order.on_host)
-        if self._sent_coefficient is not None:
-            self._sent_coefficient[1].wait()
+        self._coefficient_on_host.wait()
         self._pending, self._pending_coefficient = {}, None
-        self._sent_coefficient, self._next = None, None
+        self._next = None
 
     def _advance(self, stop: int) -> None:
         """Step the buckets before number `stop`."""
@@ -878,7 +865,7 @@ class HostOptimizer:
         waiting = [*self._order.streamed[self._next :], *self._host.under_way]
         return {trained for bucket in waiting for trained in bucket.parameters}
 
-    # -- clipping and scaling ---------------------------------------------------------------------
+    # -- clipping ---------------------------------------------------------------------------------
 
     def _coefficient(self) -> Tensor | None:
         if self._clip_norm is None:
@@ -891,35 +878,6 @@ class HostOptimizer:
         ]
         return clip_coefficient(norms, self._clip_norm)
 
-    def _coefficient_on_host(self) -> tuple[Tensor, Copy] | None:
-        coefficient = self._pending_coefficient
-        if coefficient is not None and self._sent_coefficient is None:
-            if self._coefficient_room is None:
-                self._coefficient_room = host_tensor(self._link, coefficient)
-            copy = self._link.to_host(coefficient, self._coefficient_room)
-            self._sent_coefficient = self._coefficient_room, copy
-        return self._sent_coefficient
-
-    def _unscale(self, gradient: Tensor) -> None:
-        """Unscale one gradient, as the scaler does."""
-        assert self._scaler is not None
-        scale = scale_of(self._scaler)
-        assert scale is not None
-        if self._found_inf is None:
-            self._found_inf = torch.zeros((), dtype=torch.float32, device=gradient.device)
-            self._inverse_scale = scale.double().reciprocal().float()
-        assert self._inverse_scale is not None
-        foreach_unscale_([gradient], self._found_inf, self._inverse_scale)
-
-    def _skips(self) -> bool:
-        """Whether a gradient overflowed; updates the scaler accordingly."""
-        assert self._scaler is not None and self._found_inf is not None
-        record = states_of(self._scaler)[id(self._optimizer)]
-        record["found_inf_per_device"] = {self._found_inf.device: self._found_inf}
-        overflowed = bool(self._found_inf.item())
-        self._scaler.update()
-        return overflowed
-
     # -- masters ----------------------------------------------------------------------------------
 
     def _note_rounded(self, owned: Tensor) -> None:
@@ -929,54 +887,17 @@ class HostOptimizer:
     # -- state dicts ------------------------------------------------------------------------------
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hold the state back from PyTorch, which would move all of it to the GPU first."""
         self.settle()
-        saved = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
-        places = {number: at for at, number in enumerate(saved)}
-        self._loading = {places[number]: state for number, state in state_dict["state"].items()}
-        return {**state_dict, "state": {}}
+        return self._loading.hold_back(state_dict)
 
     def _after_load(self) -> None:
         self._watch_state()  # PyTorch made a new dictionary
         with self._at_work():
-            self._take_loaded()
-
-    def _take_loaded(self) -> None:
-        loading, self._loading = self._loading, {}
-        self._state.forget()
-        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
-        by_owned = {trained.owned: trained for trained in self._trained}
-        for at, parameter in enumerate(owned):
-            if at not in loading:
-                continue
-            trained = by_owned.get(parameter)
-            self._optimizer.state[parameter] = {
-                name: self._loaded(name, value, parameter, trained)
-                for name, value in loading[at].items()
-            }
-            if trained is not None:
+            for trained in self._loading.take(self._trained):
                 on_host = trained in self._order.host_stepped
                 stepped_on = torch.device("cpu") if on_host else trained.leaf.device
                 self._place_counter(trained, stepped_on)
                 self._state.adopt(trained)
-
-    def _loaded(self, name: str, value: Any, parameter: Tensor, trained: Trained | None) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if name == "step":
-            return value.clone()
-        if value.dim() and trained is not None and trained in (self._disk or ()):
-            return value.to(parameter.dtype)  # written to the disk from where it is
-        if trained in self._staying:
-            return value.to(device=trained.leaf.device, dtype=parameter.dtype, copy=True)
-        if value.dim() and trained is not None:
-            # With the parameter's memory layout, unless this state has a shape of its own.
-            like = trained.like if trained.like.shape == value.shape else value
-            here = host_tensor(self._link, like, parameter.dtype)
-            here.copy_(value)
-            return here
-        device = trained.leaf.device if trained is not None else parameter.device
-        return value.to(device=device, dtype=parameter.dtype, copy=True)
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -1042,128 +963,3 @@ class HostOptimizer:
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def _check(
-    optimizer: torch.optim.Optimizer, masters: RoundedMasters | None, placement: HostPlacement
-) -> None:
-    check_per_parameter(optimizer, "the optimizer on the host", masters)
-    if has_low_bit_state(optimizer):
-        raise BadInput("state in 8 bits cannot go to the host: choose one or the other")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise BadInput("a differentiable optimizer cannot go to the host: leave it on the GPU")
-    for share in (placement.host_share, placement.disk_share, placement.gpu_share):
-        if not 0 <= share <= 1:
-            raise BadInput(f"a share is between 0 and 1, not {share}")
-    if placement.bucket <= 0 or placement.ahead < 1:
-        raise BadInput("buckets have a size, and at least one comes ahead of the one in use")
-
-
-def _check_model(model: nn.Module) -> None:
-    """Refuse parameters that cannot be offloaded, before anything was moved or stepped."""
-    if sparse := sparse_gradient(model):
-        raise BadInput(f"{sparse}: use sparse=False, or leave the optimizer on the GPU")
-    for path, parameter in model.named_parameters():
-        if is_traceable_wrapper_subclass(parameter) and parameter.requires_grad:
-            raise BadInput(
-                f"{path} is a {type(parameter.data).__name__}, which is made of other tensors:"
-                " leave the optimizer on the GPU"
-            )
-
-
-def _find_trained(
-    optimizer: torch.optim.Optimizer,
-    masters: RoundedMasters | None,
-    weights: StreamedWeights | None,
-) -> list[Trained]:
-    """The optimizer's parameters that get gradients, in its order."""
-    away: dict[Tensor, Tensor] = {}
-    if weights is not None:
-        away.update((p, weights.host_weight(p)) for p in weights.parameters)
-    found = [
-        Trained(
-            leaf=leaf,
-            owned=owned,
-            group=at,
-            away=away.get(leaf),
-            cuts=weights.cuts(leaf) if weights is not None else (),
-        )
-        for at, group in enumerate(optimizer.param_groups)
-        for owned in group["params"]
-        if (leaf := masters.leaf_of(owned) if masters is not None else owned).requires_grad
-    ]
-    if not found:
-        raise BadInput("no parameter of the optimizer is trained: there is nothing to step")
-    if len({trained.leaf.device for trained in found}) > 1:
-        raise BadInput("the optimizer on the host needs all parameters on one device")
-    return found
-
-
-def _staying(trained: Sequence[Trained], share: float) -> set[Trained]:
-    """The first parameters, up to this share of all elements, and the tiniest ones.
-
-    The first are mostly those that forward uses first: backward completes them last, when no
-    computation is left to overlap with fetching their state. Offloaded weights do not count as
-    tiny: all of a block is streamed, or stepped by the host.
-    """
-    total = sum(one.leaf.numel() for one in trained)
-    little = (one for one in trained if one.leaf.numel() <= LITTLE * total)
-    staying = {one for one in little if one.away is None}
-    left = share * total
-    for one in trained:
-        left -= one.leaf.numel()
-        if left < 0:
-            break
-        staying.add(one)
-    return staying
-
-
-def _open_disk(
-    open_store: OpenStore | None,
-    optimizer: torch.optim.Optimizer,
-    trained: Sequence[Trained],
-    placement: HostPlacement,
-) -> DiskState | None:
-    """Open the disk space for the state and masters in `disk_share`; None if there are none."""
-    chosen = choose_for_disk(trained, placement.disk_share)
-    if not chosen:
-        return None
-    if not is_elementwise(optimizer):
-        raise BadInput(
-            f"the state of {type(optimizer).__name__} is not in pieces as its parameters are, and "
-            "cannot go to the disk: keep it in host memory"
-        )
-    assert open_store is not None, "there is no disk to put state on"
-    made = _made_states(optimizer)
-    return open_disk_state(
-        open_store,
-        chosen,
-        lambda one: made(one.group, one.owned.dtype),
-        bucket=placement.bucket,
-        ahead=placement.ahead,
-    )
-
-
-def _open_disk_gradients(
-    open_store: OpenStore | None, trained: Sequence[Trained], placement: HostPlacement
-) -> DiskGradients | None:
-    """Open the disk space for offloaded gradients; None if there are none."""
-    if not placement.gradients_to_disk or placement.keep_gradients is None:
-        return None
-    assert open_store is not None, "there is no disk to put gradients on"
-    return open_disk_gradients(open_store, trained, bucket=placement.bucket, ahead=placement.ahead)
-
-
-def _made_states(optimizer: torch.optim.Optimizer) -> Callable[[int, torch.dtype], State]:
-    """A function from group and dtype to the state a first step makes, tried on a tiny tensor."""
-    twin = OptimizerTwin(optimizer, on_host=True)
-    groups = frozen_groups(optimizer, on_host=True)
-
-    @functools.cache
-    def made(group: int, dtype: torch.dtype) -> State:
-        tensor = torch.zeros(2, dtype=dtype, device="cpu")
-        tensor.grad = torch.zeros(2, dtype=dtype, device="cpu")
-        (state,) = twin.step(groups[group], [tensor], [{}])
-        return state
-
-    return made

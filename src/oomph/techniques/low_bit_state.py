@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -32,13 +32,12 @@ from oomph.errors import BadInput
 from oomph.jobs.job import Job
 from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
-from oomph.plans.techniques import Settings, register
+from oomph.plans.techniques import Settings, Target, register
 from oomph.techniques.optimizer_steps import replaced_step, runs_step_of, steps_in_its_place
 from oomph.techniques.stochastic_rounding import round_stochastically
 from oomph.techniques.technique import (
     ApplyContext,
     Inspection,
-    SearchContext,
     Technique,
     Tried,
     Undo,
@@ -123,15 +122,13 @@ class LowBitState(Technique[LowBitStateSettings]):
 
     name = "low_bit_state"
     title = "optimizer state"
+    words = ("as it is", "8-bit")
     settings = LowBitStateSettings
-    changes = "optimizer"
+    changes = Target.OPTIMIZER
     tried = Tried.AS_VARIANT
     # What was rounded to 8 bits and read back is rounded once more.
     comes_back = False
     advice = "8-bit optimizer state needs less"
-
-    def say(self, settings: LowBitStateSettings) -> str:
-        return "8-bit" if settings.enabled else "as it is"
 
     def elsewhere(self, settings: LowBitStateSettings) -> str:
         return "8-bit optimizer state"
@@ -145,9 +142,6 @@ class LowBitState(Technique[LowBitStateSettings]):
 
     def inspect(self, job: Job) -> Inspection:
         return _TriedOut()
-
-    def options(self, context: SearchContext) -> Sequence[LowBitStateSettings]:
-        return [LowBitStateSettings(enabled=True)]
 
     def apply(self, settings: LowBitStateSettings, context: ApplyContext) -> Undo:
         return low_bit_state(context.optimizer)

@@ -8,13 +8,14 @@ copies no tensor; those are found by the way.
 Of the classes of modules, and of objects that are called, it is what they hold themselves, and what
 their functions see. Where a forward calls other functions, classes and objects of the user's own
 program by a global name, as a helper that keeps tables, or a meter, those are looked at as well.
-Not looked at are other classes, what installed packages share among their functions, objects of
-PyTorch and of this package, and containers that are too large for a forward to go through each
-time.
+Not looked at are other classes, what installed packages share among their functions, the callbacks
+of their own that their objects hold, objects of PyTorch and of this package, and containers too
+large for a forward to go through each time.
 """
 
 from __future__ import annotations
 
+import array
 import functools
 import inspect
 import random
@@ -38,6 +39,9 @@ from oomph.torch_compat.modules import BUFFERS, CHILDREN, HOOK_REGISTERS, PARAME
 
 #: Entries of a container that is looked at; data sets and vocabularies have more.
 MOST_ENTRIES = 4096
+
+#: Bytes of an array that is looked at, with all its numbers; data sets have more.
+MOST_BYTES = 1 << 20
 
 #: Whose objects and functions are left alone: they belong to no user.
 _NOT_LOOKED_INTO = ("torch", "oomph", "numpy", "logging", "threading", "weakref", "builtins")
@@ -225,20 +229,37 @@ class PythonState:
         if isinstance(value, nn.Module):
             self._visit_module(place, value, is_own=is_own)
         elif (stream := _stream_of(place, value)) is not None:
-            self._seen.add(id(value))
-            stream.is_shared = self._functions > 0
-            stream.is_near = not self._foreign
-            if not stream.is_near:
-                self._far_streams[id(value)] = stream
-            self._streams.append(stream)
+            self._keep_stream(stream)
         elif isinstance(value, (dict, list, set, deque)):
-            if len(value) <= MOST_ENTRIES:
-                self._hold(_Container(place, value))
-                entries = list(value.values() if isinstance(value, dict) else value)
-                for entry in entries:
-                    self._visit(f"{place}[]", entry, is_own=False)
-            if hasattr(value, "__dict__") and not _belongs_to_others(kind):
-                self._hold(_Attributes(place, value))
+            self._visit_container(place, value)
+        elif isinstance(value, _ARRAYS):
+            if _is_looked_at(value):
+                self._hold(_Array(place, value))
+        elif not self._visit_callable(place, value) and not (
+            isinstance(value, (type, types.ModuleType)) or _belongs_to_others(kind)
+        ):
+            self._visit_object(place, value)
+
+    def _keep_stream(self, stream: _Stream) -> None:
+        self._seen.add(id(stream.stream))
+        stream.is_shared = self._functions > 0
+        stream.is_near = not self._foreign
+        if not stream.is_near:
+            self._far_streams[id(stream.stream)] = stream
+        self._streams.append(stream)
+
+    def _visit_container(self, place: str, value: Any) -> None:
+        if len(value) <= MOST_ENTRIES:
+            self._hold(_Container(place, value))
+            for entry in list(value.values() if isinstance(value, dict) else value):
+                self._visit(f"{place}[]", entry, is_own=False)
+        if hasattr(value, "__dict__") and not _belongs_to_others(type(value)):
+            self._hold(_Attributes(place, value))
+
+    def _visit_callable(self, place: str, value: Any) -> bool:
+        """Look at a function or method, and at what it is bound to; False if it is neither."""
+        if isinstance(value, _OF_PYTHON) and self._foreign and not _is_users_own(value):
+            pass  # a callback of a package's, as a signal handler that a trainer is to put back
         elif isinstance(value, functools._lru_cache_wrapper):
             self._seen.add(id(value))
             self.caches.append(value)
@@ -252,8 +273,9 @@ class PythonState:
         elif isinstance(value, functools.partial):
             for inside in (value.func, value.args, value.keywords):
                 self._visit(place, inside, is_own=False)
-        elif not isinstance(value, (type, types.ModuleType)) and not _belongs_to_others(kind):
-            self._visit_object(place, value)
+        else:
+            return False
+        return True
 
     def _visit_module(self, place: str, module: nn.Module, *, is_own: bool) -> None:
         self._hold(_Attributes(place, module))
@@ -342,7 +364,7 @@ class PythonState:
             self._functions -= 1
         elif isinstance(value, functools._lru_cache_wrapper):
             self._visit(f"{home}.{name}", value, is_own=False)
-        elif type(value) in _CONTAINERS:
+        elif type(value) in _CONTAINERS or isinstance(value, _ARRAYS):
             self._functions += 1
             self._visit(f"{home}.{name}", value, is_own=False)
             self._functions -= 1
@@ -390,13 +412,20 @@ class PythonState:
             self._visit(place, value, is_own=False)
 
     def _visit_object(self, place: str, value: Any) -> None:
-        if not hasattr(value, "__dict__"):
+        kind: type = type(value)
+        slots = _slots_of(kind)
+        if not hasattr(value, "__dict__") and not slots:
             return
-        self._hold(_Attributes(place, value))
-        self._visit_class(type(value))
-        is_foreign = not _is_users_own(type(value))
+        held = dict(getattr(value, "__dict__", {}))
+        if hasattr(value, "__dict__"):
+            self._hold(_Attributes(place, value))
+        if slots:
+            self._hold(_Slots(place, value))
+            held.update(_in_slots(value, slots))
+        self._visit_class(kind)
+        is_foreign = not _is_users_own(kind)
         self._foreign += is_foreign
-        for name, inside in list(vars(value).items()):
+        for name, inside in held.items():
             self._visit(f"{place}.{name}", inside, is_own=False)
         self._foreign -= is_foreign
 
@@ -412,7 +441,10 @@ class PythonState:
         self._holders.append(holder)
 
 
+_OF_PYTHON = (types.FunctionType, types.MethodType)
 _CONTAINERS = (dict, list, set, deque, Counter, defaultdict)
+#: Numbers that can be written in place.
+_ARRAYS = (np.ndarray, array.array, bytearray)
 _IGNORED = frozenset({*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, range, slice})
 
 
@@ -445,7 +477,7 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 #: What a class may hold that changes as it is used.
-_DATA = (*_PLAIN, Tensor, dict, list, set, deque)
+_DATA = (*_PLAIN, Tensor, dict, list, set, deque, *_ARRAYS)
 
 
 def _data_of(kind: type) -> dict[str, Any]:
@@ -605,6 +637,60 @@ class _Container(_Holder):
         (now.update if isinstance(now, set) else now.extend)(entries)
 
 
+class _Slots(_Holder):
+    """An object whose class says by `__slots__` what its objects hold."""
+
+    def __init__(self, place: str, holder: Any) -> None:
+        super().__init__(place, holder)
+        kind: type = type(holder)
+        self._names = _slots_of(kind)
+        self._before = _in_slots(holder, self._names)
+
+    def is_current(self) -> bool:
+        return _is_same_dict(_in_slots(self.object, self._names), self._before)
+
+    def changes(self) -> Iterator[Change]:
+        now = _in_slots(self.object, self._names)
+        yield from _changed_entries(self.object, f"{self.place}.", self._before, now, named=True)
+
+    def put_back(self, replace: Replace | None) -> None:
+        now = _in_slots(self.object, self._names)
+        for name in now.keys() - self._before.keys():
+            object.__delattr__(self.object, name)
+        for name, value in self._before.items():
+            wanted = value if replace is None else _replaced(value, replace)
+            if now.get(name, MISSING) is not wanted:
+                object.__setattr__(self.object, name, wanted)  # frozen dataclasses have slots, too
+
+
+class _Array(_Holder):
+    """An array of numbers, of numpy or of Python itself, and a copy of them."""
+
+    def __init__(self, place: str, holder: Any) -> None:
+        super().__init__(place, holder)
+        self._before = _numbers_in(holder)
+
+    def is_current(self) -> bool:
+        return bool(_numbers_in(self.object) == self._before)
+
+    def changes(self) -> Iterator[Change]:
+        now = _numbers_in(self.object)
+        yield Change(
+            place=f"{self.place}[]", holder=self.object, name="", before=self._before, now=now
+        )
+
+    def put_back(self, replace: Replace | None) -> None:
+        if self.is_current():
+            return
+        if isinstance(self.object, np.ndarray):
+            plain = np.asarray(self.object)
+            np.copyto(plain, np.frombuffer(self._before, plain.dtype).reshape(plain.shape))
+        elif isinstance(self.object, bytearray):
+            self.object[:] = self._before
+        else:
+            self.object[:] = array.array(self.object.typecode, self._before)
+
+
 class _Cell(_Holder):
     """A variable that a function closes over."""
 
@@ -676,6 +762,34 @@ class _Global(_Holder):
         else:
             value = self._before
             self.object[self.name] = value if replace is None else _replaced(value, replace)
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """The names of what objects of a class hold in slots, as attributes are called there."""
+    return tuple(
+        name
+        for one in kind.__mro__
+        if "__slots__" in vars(one) and not _belongs_to_others(one)
+        for name, value in vars(one).items()
+        if isinstance(value, types.MemberDescriptorType)
+    )
+
+
+def _in_slots(holder: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+
+
+def _is_looked_at(value: Any) -> bool:
+    """Whether an array can be copied, and is small enough for that."""
+    if isinstance(value, np.ndarray):
+        writable = value.flags.writeable and not value.dtype.hasobject
+        return writable and value.nbytes <= MOST_BYTES
+    return len(value) * getattr(value, "itemsize", 1) <= MOST_BYTES
+
+
+def _numbers_in(value: Any) -> bytes:
+    return np.asarray(value).tobytes() if isinstance(value, np.ndarray) else bytes(value)
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -25,18 +25,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from oomph.errors import BadInput, DiskDamaged, OomphError
@@ -44,6 +41,7 @@ from oomph.memory.limits import check_host_memory
 from oomph.memory.link import Copy, DoneCopy, Link
 from oomph.techniques.away_reads import AwayReads
 from oomph.techniques.batch_calls import unwatched
+from oomph.techniques.block_order import BlockOrder, Moment, Phase
 from oomph.techniques.disk_weights import (
     BUFFERS,
     BUFFERS_OF_PIECES,
@@ -56,6 +54,7 @@ from oomph.techniques.disk_weights import (
 from oomph.techniques.forward_call import note_read, told_before_again
 from oomph.techniques.host_tensors import StandIns, brought_home, gpu_like, no_number
 from oomph.techniques.recompute import replace_forward
+from oomph.techniques.saved_weights import SavedWeights, storage_key
 from oomph.techniques.surroundings import is_transformed
 from oomph.techniques.technique import Undo
 from oomph.techniques.tensor_writes import written_by
@@ -73,36 +72,22 @@ from oomph.techniques.weight_blocks import (
     refuse_shared_memory,
     streamed_by,
 )
+from oomph.techniques.weight_owners import AWAY, refuse_others
 from oomph.torch_compat.autograd import (
     current_graph_task_id,
     queue_callback,
-    top_saved_tensors_hooks,
 )
 from oomph.torch_compat.compiler import ORIGINAL_FUNCTION, compiled_call_of
-from oomph.torch_compat.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from oomph.torch_compat.function_modes import DisableTorchFunction
+from oomph.torch_compat.dispatch import TorchDispatchMode
 from oomph.torch_compat.modules import parameters_of
 from oomph.torch_compat.operators import schema_of
 from oomph.torch_compat.pytree import tree_leaves
-from oomph.torch_compat.storages import cdata_of
 from oomph.torch_compat.tensors import version_of
 
 #: Whether the host's values of these parameters may be read; the flag says that a block runs now.
 MayRead = Callable[[Sequence[nn.Parameter], bool], bool]
 #: Returns the values of a parameter that is a stand-in for one in a file.
 Source = Callable[[nn.Parameter], Tensor]
-
-
-_AWAY = "_oomph_away"
-_STEPPED = "_oomph_stepped_on_host"
-
-
-class _Phase(Enum):
-    """The kind of pass that a block runs in."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    EVALUATION = "evaluation"
 
 
 class StreamedWeights:
@@ -161,13 +146,11 @@ class StreamedWeights:
         self._shown: dict[nn.Parameter, Unit] = {}
         #: Blocks that are on the GPU or on their way, the first fetched first.
         self._residents: list[Unit] = []
-        #: By storage: the block whose memory it is; and autocast's copies of weights.
-        self._memories: dict[int, Unit] = {}
-        self._casts: dict[int, _Cast] = {}
-        self._moment: _Moment | None = None
+        #: What autograd saves of them.
+        self._noted = SavedWeights(self._need)
+        self._order = BlockOrder(self._units, self._most)
         #: The block whose backward runs, and the id of that backward.
         self._goes_back: tuple[Unit, int] | None = None
-        self._follows: dict[_Moment, _Moment] = {}
         #: Called before the host's values of a block are read; see `ask_before_reading`.
         self._may_read: MayRead | None = None
         #: The block that is about to be fetched, with what was put into its memory meanwhile.
@@ -175,7 +158,7 @@ class StreamedWeights:
         self._handles: list[RemovableHandle] = []
         self._put_back: list[Undo] = []
         streamed = streamed_by(model, modules.values())
-        _refuse_others(streamed)
+        refuse_others(streamed)
         self._device = device or device_of(streamed)
         refuse_shared_memory(streamed, self._device)
         try:
@@ -359,7 +342,7 @@ class StreamedWeights:
             assert unit.memory is not None
             flat.copy_(unit.memory[at : at + target.nbytes].view(target.dtype))
             return DoneCopy()
-        following = functools.partial(self._on_disk_after, unit, _Phase.FORWARD)
+        following = functools.partial(self._order.on_disk_after, unit, Phase.FORWARD)
         return cold.get_part(unit.path, at, flat, following)
 
     def send(self, parameter: Tensor, start: int, numbers: Tensor) -> Copy:
@@ -442,7 +425,7 @@ class StreamedWeights:
             unwatch(parameter)
             parameter.data = data
             parameter.__dict__.pop("__deepcopy__", None)
-            parameter.__dict__.pop(_AWAY, None)
+            parameter.__dict__.pop(AWAY, None)
         for unit in self._units:  # a graph whose backward never ran may hold the unit
             unit.slab, unit.borrowed = torch.empty(0, dtype=torch.uint8, device="cpu"), []
         if self._disk_weights is not None:
@@ -456,9 +439,9 @@ class StreamedWeights:
         self._units.clear()
         self._using.clear()
         self._placeholders.clear()
-        self._follows.clear()
+        self._order.forget()
         self._versions.clear()
-        self._moment = self._goes_back = None
+        self._goes_back = None
 
     # -- setting up -------------------------------------------------------------------------------
 
@@ -577,7 +560,7 @@ class StreamedWeights:
 
     def _add_hooks(self, model: nn.Module) -> None:
         for parameter in self._origins:
-            parameter.__dict__[_AWAY] = weakref.ref(self)
+            parameter.__dict__[AWAY] = weakref.ref(self)
             copied = functools.partial(_copied, weakref.ref(self), parameter)
             parameter.__dict__["__deepcopy__"] = copied
         cold = {p for p in self._origins if p not in self._hosts}
@@ -671,12 +654,12 @@ class StreamedWeights:
     # -- fetching and dropping --------------------------------------------------------------------
 
     @unwatched()
-    def _enter(self, unit: Unit, phase: _Phase) -> None:
+    def _enter(self, unit: Unit, phase: Phase) -> None:
         """Bring the block that is about to run to the GPU, and start to fetch the next ones."""
-        moment = _Moment(unit, phase)
-        if phase is not _Phase.BACKWARD:
+        moment = Moment(unit, phase)
+        if phase is not Phase.BACKWARD:
             self._end_of_backward()  # a backward that failed did not call it
-        if moment == self._moment and unit.is_here:
+        if moment == self._order.now and unit.is_here:
             self._use_in_backward(moment)
             return
         if unit not in self._units:
@@ -684,10 +667,8 @@ class StreamedWeights:
                 f"the weights of {unit.path} are streamed no more: undo it after the backward of"
                 " each forward, not between them"
             )
-        if self._moment is not None:
-            self._follows[self._moment] = moment
-        self._moment = moment
-        wanted = self._expected(moment)
+        self._order.go_on(moment)
+        wanted = self._order.expected(moment)
         self._drop_outdated()
         others = [resident for resident in self._residents if resident not in wanted]
         for other in others[: max(len(others) + len(wanted) - self._most, 0)]:
@@ -699,14 +680,14 @@ class StreamedWeights:
                 self._fetch(following, now=False)
         self._use_in_backward(moment)
 
-    def _use_in_backward(self, moment: _Moment) -> None:
+    def _use_in_backward(self, moment: Moment) -> None:
         """Leave a block's parameters unwatched until backward reaches the next block.
 
         A recomputed forward uses them then, and does not tell us when it is done.
         """
         backward = current_graph_task_id()
         now = (moment.unit, backward)
-        if moment.phase is not _Phase.BACKWARD or backward == -1 or now == self._goes_back:
+        if moment.phase is not Phase.BACKWARD or backward == -1 or now == self._goes_back:
             return
         is_first = self._goes_back is None or self._goes_back[1] != backward
         self._end_of_backward()
@@ -727,26 +708,6 @@ class StreamedWeights:
             if parameter in self._origins:
                 watch(parameter, self._reads)
 
-    def _expected(self, moment: _Moment) -> list[Unit]:
-        """A block and those that will run next, as many as there is room for."""
-        wanted = [moment.unit]
-        following: _Moment | None = moment
-        # At the end of forward the same blocks come again in reverse: look a little further.
-        for _ in range(2 * self._most):
-            following = following and (self._follows.get(following) or self._default(following))
-            if following is None or len(wanted) == self._most:
-                break
-            if following.unit not in wanted:
-                wanted.append(following.unit)
-        return wanted
-
-    def _default(self, moment: _Moment) -> _Moment | None:
-        """The guess for what follows an unseen moment: the next block in the given order."""
-        at = self._units.index(moment.unit) + (-1 if moment.phase is _Phase.BACKWARD else 1)
-        if moment.phase is _Phase.EVALUATION:
-            at %= len(self._units)
-        return _Moment(self._units[at], moment.phase) if 0 <= at < len(self._units) else None
-
     def _fetch(self, unit: Unit, *, now: bool) -> None:
         """Start to fetch a block's weights; `now` says that it is about to run."""
         arrival = self._arrival = _Arrival.of(unit)
@@ -765,11 +726,13 @@ class StreamedWeights:
         unit.numbers = arrival.numbers
         unit.versions = {parameter: self._versions[parameter] for parameter in unit.places}
         self._residents.append(unit)
-        self._memories[_storage(memory)] = unit
+        self._noted.came(unit, memory)
         try:
             if cold := [unit.places[p].span for p in arrival.coming if unit.is_on_disk(p)]:
-                assert self._disk_weights is not None and self._moment is not None
-                following = functools.partial(self._on_disk_after, unit, self._moment.phase)
+                assert self._disk_weights is not None and self._order.now is not None
+                following = functools.partial(
+                    self._order.on_disk_after, unit, self._order.now.phase
+                )
                 for copy in self._disk_weights.get(unit.path, memory, cold, following):
                     unit.from_disk.append(copy)
             if self._disk_weights is not None:
@@ -779,18 +742,6 @@ class StreamedWeights:
         except BaseException:
             self._drop(unit)  # a partly fetched block must not count as resident
             raise
-
-    def _on_disk_after(self, unit: Unit, phase: _Phase) -> list[str]:
-        """The disk blocks that will run after this one, each once, as far as is known."""
-        following: _Moment | None = _Moment(unit, phase)
-        seen: dict[_Moment, None] = {}
-        while following is not None and following not in seen:
-            seen[following] = None
-            following = self._follows.get(following) or self._default(following)
-        # Where forward turns into backward, the first ones are here already.
-        expected = itertools.dropwhile(_is_resident, (moment.unit for moment in seen))
-        paths = dict.fromkeys(one.path for one in expected if one.disk_bytes)
-        return [path for path in paths if path != unit.path]
 
     def _show(self, unit: Unit) -> None:
         """Set the block's parameters to its GPU memory; the compute stream waits for the copies."""
@@ -821,7 +772,7 @@ class StreamedWeights:
         for parameter in unit.places:
             if self._shown.get(parameter) is unit:
                 self._hide(parameter)
-        del self._memories[_storage(unit.memory)]
+        self._noted.left(unit.memory)
         self._residents.remove(unit)
         unit.memory, unit.numbers, unit.from_disk = None, {}, []
         unit.is_here = unit.is_outdated = False
@@ -852,7 +803,7 @@ class StreamedWeights:
     def _runs_backward(self, unit: Unit) -> bool:
         return (
             current_graph_task_id() != -1
-            and self._moment == _Moment(unit, _Phase.BACKWARD)
+            and self._order.now == Moment(unit, Phase.BACKWARD)
             and unit.is_here
         )
 
@@ -868,9 +819,9 @@ class StreamedWeights:
                 " and go: leave its weights on the GPU"
             )
         if current_graph_task_id() != -1:
-            phase = _Phase.BACKWARD  # it is recomputed
+            phase = Phase.BACKWARD  # it is recomputed
         else:
-            phase = _Phase.FORWARD if torch.is_grad_enabled() else _Phase.EVALUATION
+            phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
         self._enter(unit, phase)
         with contextlib.ExitStack() as stack:
             casts = _casts_weights(self._device.type)
@@ -880,8 +831,8 @@ class StreamedWeights:
                 torch.set_autocast_cache_enabled(False)
             if torch.is_grad_enabled():
                 if casts and not is_compiled(unit.module, forward):
-                    stack.enter_context(_WatchedCasts(self._note_cast))
-                stack.enter_context(self._saving(unit))
+                    stack.enter_context(self._noted.noting_casts())
+                stack.enter_context(self._noted.noting(unit))
                 # If a recomputed block has no tensor argument, nothing else fetches its weights.
                 stack.enter_context(told_before_again(functools.partial(self._need, unit)))
             if unit.looks() and not is_compiled(unit.module, forward):
@@ -898,7 +849,7 @@ class StreamedWeights:
                 f"the forward of {unit.path} writes to its own weights, which would be lost: do"
                 " not stream it"
             )
-        if unit.written and phase is not _Phase.BACKWARD:
+        if unit.written and phase is not Phase.BACKWARD:
             self._keep_written(unit)
         if torch.is_grad_enabled():
             for leaf in tree_leaves(output):
@@ -936,91 +887,13 @@ class StreamedWeights:
             if self._goes_back is None or self._goes_back[0] is not unit:
                 self._watch(unit)
 
-    # -- tensors that autograd saves --------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _saving(self, unit: Unit) -> Iterator[None]:
-        """While active, saved weights become notes; other tensors go to the outer saving hooks."""
-        outer = top_saved_tensors_hooks(False)
-        pack_rest, unpack_rest = outer or (_as_it_is, _as_it_is)
-
-        def pack(tensor: Tensor) -> Any:
-            return self._note(tensor) or pack_rest(tensor)
-
-        def unpack(kept: Any) -> Any:
-            # For any tensor: a recomputed block unpacks its inputs, and then needs its weights.
-            self._need(unit)
-            return self._tensor(kept) if isinstance(kept, _Note) else unpack_rest(kept)
-
-        with saved_tensors_hooks(pack, unpack):
-            yield
-
     def _need(self, unit: Unit) -> None:
         """Provide a block's weights for backward."""
-        moment = _Moment(unit, _Phase.BACKWARD)
-        if self._moment != moment or not unit.is_here:
-            self._enter(unit, _Phase.BACKWARD)
+        moment = Moment(unit, Phase.BACKWARD)
+        if self._order.now != moment or not unit.is_here:
+            self._enter(unit, Phase.BACKWARD)
         else:
             self._use_in_backward(moment)
-
-    def _note(self, tensor: Tensor) -> _Note | None:
-        """A note of the weight that a tensor shows, if it shows one."""
-        if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
-            return None
-        key = _storage(tensor)
-        unit, cast = self._memories.get(key), self._casts.get(key)
-        if unit is not None:
-            parameter = unit.parameter_at(int(tensor.storage_offset()) * tensor.element_size())
-        elif cast is not None and version_of(tensor) == cast.version:
-            unit, parameter = cast.unit, cast.parameter
-        else:
-            return None
-        return _Note(
-            unit=unit,
-            parameter=parameter,
-            version=unit.versions[parameter],
-            is_cast=unit is not self._memories.get(key),
-            dtype=tensor.dtype,
-            view=(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())),
-        )
-
-    def _tensor(self, note: _Note) -> Tensor:
-        """The tensor that a note stands for."""
-        if not note.unit.is_here:
-            self._need(note.unit)
-        unit, parameter = note.unit, note.parameter
-        if unit.versions[parameter] != note.version:
-            raise BadInput(
-                f"a weight {list(parameter.shape)} of {unit.path} was changed after the forward"
-                " whose backward needs it: go backward before the optimizer steps"
-            )
-        assert unit.memory is not None
-        with torch.no_grad():
-            if note.is_cast:
-                again = unit.places[parameter].view(unit.memory).to(note.dtype)
-            else:
-                again = numbers_in(unit.memory, note.dtype, unit.numbers)
-            return again.as_strided(*note.view)
-
-    def _note_cast(self, source: Tensor, cast: Tensor) -> None:
-        """Remember that a tensor is a copy of a weight in another dtype."""
-        unit = self._memories.get(_storage(source))
-        if unit is None or cast.stride() != source.stride():
-            return
-        start = int(source.storage_offset()) * source.element_size()
-        parameter = unit.parameter_at(start)
-        place = unit.places[parameter]
-        if place.offset == start and place.shape == source.shape and place.dtype == source.dtype:
-            storage = cast.untyped_storage()
-            key = cdata_of(storage)
-            # The entry is removed with the storage, because another one may reuse its address.
-            forget = functools.partial(_forget, weakref.ref(self), key)
-            self._casts[key] = _Cast(
-                unit=unit,
-                parameter=parameter,
-                version=version_of(cast),
-                storage=weakref.ref(storage, forget),
-            )
 
 
 @dataclass(kw_only=True)
@@ -1060,39 +933,6 @@ class _Arrival:
         ]
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """A block in a phase; the same moment is expected to be followed by the same next one."""
-
-    unit: Unit
-    phase: _Phase
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cast:
-    """Autocast's copy of a weight."""
-
-    unit: Unit
-    parameter: nn.Parameter
-    version: int
-    """The version of the copy; if it changed, the copy was written to."""
-    storage: weakref.ref[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Note:
-    """What autograd keeps instead of a weight."""
-
-    unit: Unit
-    parameter: nn.Parameter
-    version: int
-    """The version of the host's values in forward."""
-    is_cast: bool
-    """Whether the tensor was a copy of the weight in another dtype, not a view of it."""
-    dtype: torch.dtype
-    view: tuple[tuple[int, ...], tuple[int, ...], int]
-
-
 class _StreamedForward:
     """The forward of a streamed block."""
 
@@ -1121,24 +961,10 @@ class _WatchedWrites(TorchDispatchMode):
         unit, kwargs = self._unit, kwargs or {}
         if schema_of(func).is_mutable and unit.memory is not None and not is_own_work():
             for tensor in written_by(func, args, kwargs):
-                if _storage(tensor) == _storage(unit.memory):
+                if storage_key(tensor) == storage_key(unit.memory):
                     start = int(tensor.storage_offset()) * tensor.element_size()
                     unit.written.add(unit.parameter_at(start))
         return func(*args, **kwargs)
-
-
-class _WatchedCasts(TorchDispatchMode):
-    """Reports every tensor that is a copy of another one in another dtype."""
-
-    def __init__(self, tell: Callable[[Tensor, Tensor], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype != args[0].dtype:
-            self._tell(args[0], out)
-        return out
 
 
 def _copied(
@@ -1153,48 +979,6 @@ def _copied(
     return copied
 
 
-def note_stepped_on_host(
-    parameters: Iterable[Tensor], weights: StreamedWeights | None
-) -> Callable[[], None]:
-    """Note that a host optimizer steps these parameters, so that no other run offloads them.
-
-    Refused if another run has offloaded them; `weights` are this run's own. Returns a function that
-    removes the note.
-    """
-    noted = list(parameters)
-    for parameter in noted:
-        away = parameter.__dict__.get(_AWAY)
-        if away is not None and away() is not weights:
-            raise BadInput(_SHARED)
-    for parameter in noted:
-        parameter.__dict__[_STEPPED] = parameter.__dict__.get(_STEPPED, 0) + 1
-
-    def end() -> None:
-        for parameter in noted:
-            left = parameter.__dict__.pop(_STEPPED, 1) - 1
-            if left:
-                parameter.__dict__[_STEPPED] = left
-        noted.clear()
-
-    return end
-
-
-_SHARED = (
-    "another run has this model's weights as well, and one of the two would have them off the GPU:"
-    " undo it first, or plan both without weights away"
-)
-
-
-def _refuse_others(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse weights that belong to another run as well."""
-    if any(_AWAY in p.__dict__ or _STEPPED in p.__dict__ for p in parameters):
-        raise BadInput(_SHARED)
-
-
-def _is_resident(unit: Unit) -> bool:
-    return unit.memory is not None
-
-
 def _came(copy: Copy) -> bool:
     """Wait for a copy; tells whether it succeeded."""
     try:
@@ -1202,11 +986,6 @@ def _came(copy: Copy) -> bool:
     except OomphError:
         return False
     return True
-
-
-def _forget(streamed: weakref.ref[StreamedWeights], key: int, _: Any) -> None:
-    if (alive := streamed()) is not None:
-        alive._casts.pop(key, None)
 
 
 def _casts_weights(device_type: str) -> bool:
@@ -1219,17 +998,6 @@ def is_compiled(block: nn.Module, forward: Callable[..., Any] | None = None) -> 
     return any(hasattr(called, ORIGINAL_FUNCTION) for called in (forward, *inner)) or any(
         compiled_call_of(module) is not None for module in block.modules()
     )
-
-
-def _storage(tensor: Tensor) -> int:
-    """A key that is the same for all views of one storage, while the storage lives."""
-    with DisableTorchFunction():
-        key: int = cdata_of(tensor.untyped_storage())
-        return key
-
-
-def _as_it_is(kept: Any) -> Any:
-    return kept
 
 
 @contextlib.contextmanager

@@ -8,12 +8,13 @@ results stay, and how it is said. Nothing outside its file names it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from oomph.jobs.job import Job
 from oomph.plans.choices import Choices
 from oomph.plans.fidelity import Fidelity
 from oomph.plans.techniques import S, Settings, TechniqueInfo, all_techniques, technique_named
+
+if TYPE_CHECKING:
+    from oomph.techniques.cuda_graph import Capture, GraphedParts
 
 #: Takes a technique back; calling it again does nothing.
 Undo = Callable[[], None]
@@ -36,6 +40,8 @@ class Tried(StrEnum):
     """It is taken wherever it applies, with its first option: it costs nothing."""
     AS_VARIANT = "as variant"
     """Each option is a variant of the job, profiled beside those without."""
+    AS_ONE_LAUNCH = "as one launch"
+    """Its first option is another solution beside each without it: a micro-batch is one launch."""
     ON_TOP = "on top"
     """Options are rehearsed on top of the best plan without, and kept if that is faster or fits."""
 
@@ -50,6 +56,14 @@ class SearchContext:
     """What is chosen so far, to which the technique would be added."""
 
 
+class StepSettings(Protocol):
+    """What a technique may set of the step; see `oomph.engine.step.Stage`."""
+
+    cast_cache: bool
+    graph: GraphedParts | None
+    scaler: torch.amp.GradScaler | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ApplyContext:
     """What a technique is applied to."""
@@ -59,6 +73,10 @@ class ApplyContext:
     device_type: str
     choices: Choices
     """All that is applied, for what the technique has to know of others."""
+    stage: StepSettings | None = None
+    """What runs the step; None where the model is only looked at."""
+    capture: Capture | None = None
+    """Captures what a micro-batch launches; a rehearsal has its own."""
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -72,6 +90,11 @@ class Inspection:
     @property
     def why_not(self) -> str:
         """Why the model, or its optimizer, cannot have the technique; empty where it can."""
+        return ""
+
+    @property
+    def left_alone(self) -> str:
+        """Why blocks stay as they are unless the job has the technique; empty if they may not."""
         return ""
 
     def rehearsing(self) -> AbstractContextManager[None]:
@@ -107,8 +130,13 @@ class Technique(TechniqueInfo[S]):
         return ""
 
     def options(self, context: SearchContext) -> Sequence[S]:
-        """Settings that a search tries, the most promising first."""
-        return ()
+        """Settings that a search tries, the most promising first.
+
+        By default those that are on, where they say nothing but whether they are.
+        """
+        fields = dataclasses.fields(self.settings)
+        switches = {field.name: True for field in fields if field.default is False}
+        return [self.settings(**switches)] if len(switches) == len(fields) else ()
 
     @abstractmethod
     def apply(self, settings: S, context: ApplyContext) -> Undo:
@@ -123,6 +151,14 @@ class Technique(TechniqueInfo[S]):
         return None
 
 
+def apply_techniques(context: ApplyContext) -> Undo:
+    """Apply the techniques of the context's choices that last as long as a run, by name."""
+    with contextlib.ExitStack() as undos:
+        for technique, settings in techniques_of(context.choices.without_switchable):
+            undos.callback(technique.apply(settings, context))
+        return undos.pop_all().close
+
+
 def find_module(model: nn.Module, path: str) -> nn.Module:
     """The submodule at `path`, which a plan names."""
     try:
@@ -133,13 +169,28 @@ def find_module(model: nn.Module, path: str) -> nn.Module:
 
 def techniques() -> list[Technique[Any]]:
     """Every technique that is registered, by name."""
-    return [_whole(one) for one in all_techniques()]
+    return [whole_technique(one.name) for one in all_techniques()]
 
 
 def techniques_of(choices: Choices) -> Iterator[tuple[Technique[Any], Settings]]:
     """The techniques that are on, with their settings, by name."""
     for name, settings in choices.techniques.items():
-        yield _whole(technique_named(name)), settings
+        yield whole_technique(name), settings
+
+
+def in_one_launch(context: SearchContext) -> Choices | None:
+    """The choices with a technique that makes a micro-batch one launch; None where none applies."""
+    for technique in techniques():
+        if technique.tried is Tried.AS_ONE_LAUNCH and not technique.why_not(context):
+            for option in technique.options(context)[:1]:
+                return context.choices.using(technique.name, option)
+    return None
+
+
+def altering_forward(choices: Choices) -> Choices:
+    """Only the techniques with which the model's own code takes other paths."""
+    on = {one.name: settings for one, settings in techniques_of(choices) if one.alters_forward}
+    return Choices(techniques=on)
 
 
 def staying(choices: Choices) -> list[str]:
@@ -161,6 +212,8 @@ def allowed_options(
     ]
 
 
-def _whole(info: TechniqueInfo[Any]) -> Technique[Any]:
-    assert isinstance(info, Technique)  # whatever registers itself is one
-    return info
+def whole_technique(name: str) -> Technique[Any]:
+    """The technique of this name, with all there is to it."""
+    found = technique_named(name)
+    assert isinstance(found, Technique)  # whatever registers itself is one
+    return found

@@ -5,15 +5,28 @@ No version that oomph was tested with has a public module for this.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.utils import _pytree
 
 from oomph.torch_compat.private_name import PrivateName
 
 NAMES = (
     PrivateName(
+        "torch.utils._pytree.GetAttrKey",
+        used_for="the place of a tensor in a dataclass",
+        without_it="no batch that is a dataclass can be planned for",
+    ),
+    PrivateName(
         "torch.utils._pytree.keystr",
         used_for="names the place of a tensor in a batch, in errors and reasons",
         without_it="errors about batches name no place",
+    ),
+    PrivateName(
+        "torch.utils._pytree.register_pytree_node",
+        used_for="finds the tensors in a batch that is a dataclass",
+        without_it="no batch that is a dataclass can be planned for",
     ),
     PrivateName(
         "torch.utils._pytree.tree_flatten",
@@ -60,3 +73,24 @@ tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_map_with_path = _pytree.tree_map_with_path
 tree_unflatten = _pytree.tree_unflatten
+
+
+def register_attributes(
+    kind: type,
+    attributes: Callable[[Any], dict[str, Any]],
+    make: Callable[[dict[str, Any]], Any],
+) -> None:
+    """Have pytrees look into objects of a class, which are made anew of their attributes."""
+
+    def flatten(one: Any) -> tuple[list[Any], tuple[str, ...]]:
+        held = attributes(one)
+        return list(held.values()), tuple(held)
+
+    def flatten_with_keys(one: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        held = attributes(one)
+        return [(_pytree.GetAttrKey(name), value) for name, value in held.items()], tuple(held)
+
+    def unflatten(values: Any, names: tuple[str, ...]) -> Any:
+        return make(dict(zip(names, values, strict=True)))
+
+    _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)

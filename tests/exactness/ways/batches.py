@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .pieces import (
     regression,
     rows,
     texts,
+    whole,
 )
 from .training import Training, way
 
@@ -54,6 +56,51 @@ def named_tuples() -> Training:
     """As many loaders give them."""
     batches = [_Pair(x, y) for x, y in rows()]
     return regression(Rows(), loss=lambda m, b: _mse(m, b.x, b.y), batches=batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Frozen, with slots."""
+
+    y: Tensor
+    weight: Tensor
+
+
+@dataclass
+class _Sample:
+    """With words, another dataclass, and what is made of them."""
+
+    x: Tensor
+    target: _Target
+    names: list[str]
+    scale: float = 1.0
+
+    @property
+    def total(self) -> Tensor:
+        """What the weights add up to."""
+        return self.target.weight.sum()
+
+
+@way()
+def dataclasses() -> Training:
+    """One in another, with names of samples and numbers beside them, and a property."""
+    batches = [
+        _Sample(
+            x,
+            _Target(y, whole(5, len(x), seed=at) + 1.0),
+            [f"sample {one}" for one in range(len(x))],
+            1 + at / 10,
+        )
+        for at, (x, y) in enumerate(rows())
+    ]
+
+    def loss(model: nn.Module, batch: _Sample) -> Tensor:
+        assert isinstance(batch, _Sample)
+        assert isinstance(batch.target, _Target)
+        each = (model(batch.x) - batch.target.y).square().mean(1)
+        return batch.scale * (each * batch.target.weight).sum() / batch.total
+
+    return regression(Rows(), loss=loss, batches=batches)
 
 
 @way()

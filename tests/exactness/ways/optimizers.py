@@ -215,6 +215,23 @@ def a_step_over_all_parameters() -> Training:
     return _with(lambda p: _TrustRatio(p, 1e-2, momentum=0.5))
 
 
+@way(refusals=WHOLE_STEP | UNFUSED)
+def a_step_that_keeps_a_log() -> Training:
+    """A subclass that clips, lists the norms it found, and lowers the rate by their number."""
+    norms: list[float] = []
+
+    class Logging(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            owned = [parameter for group in self.param_groups for parameter in group["params"]]
+            norms.append(float(torch.nn.utils.clip_grad_norm_(owned, 0.3)))
+            self.param_groups[0]["lr"] = 0.05 / len(norms)
+            super().step(closure)
+
+    training = _with(lambda p: Logging(p, 0.05, momentum=0.5))
+    training.state = lambda: torch.tensor(norms, dtype=torch.float64)
+    return training
+
+
 @way(refusals=WHOLE_STEP)
 def a_wrapped_step() -> Training:
     """`optimizer.step` of the instance clips, steps, decays and counts, with several groups."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -556,6 +558,72 @@ def a_meter_beside_the_loss() -> Training:
 
     training = regression(Rows(), loss=loss)
     training.state = lambda: [_METER.count, torch.tensor(_METER.sum).double()]
+    return training
+
+
+@dataclass(slots=True)
+class _SlottedMeter:
+    """Holds its numbers in slots."""
+
+    total: float = 0.0
+    calls: int = 0
+
+
+@way(refusals=COUNTS)
+def numbers_in_arrays_and_slots() -> Training:
+    """Blocks count in arrays of numpy and in an object with slots, and go by these numbers."""
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.meter = np.zeros(WIDTH), _SlottedMeter()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += x.detach().abs().mean(0).numpy()
+            self.meter.calls += 1
+            self.meter.total += 0.1 * float(self.seen[0])
+            return super().forward(x * (1 + 0.01 * self.meter.total / self.meter.calls))
+
+    training = regression(model := Rows(Counting))
+    training.state = lambda: [
+        (torch.from_numpy(one.seen.copy()), one.meter.calls, torch.tensor(one.meter.total).double())
+        for one in model.blocks
+    ]
+    return training
+
+
+@way(refusals=WHOLE)
+def an_array_beside_the_loss() -> Training:
+    """The loss counts its classes in an array of numpy, and weighs them by it."""
+    counts = np.ones(WIDTH)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        np.add.at(counts, batch[1].argmax(1).numpy(), 1)
+        weights = torch.from_numpy(counts.sum() / counts)
+        return ((model(batch[0]) - batch[1]).square() * weights).mean()
+
+    training = regression(Rows(), loss=loss)
+    training.state = lambda: torch.from_numpy(counts.copy())
+    return training
+
+
+@way(refusals=WHOLE)
+def a_teacher_in_training_mode() -> Training:
+    """A teacher outside of the model, with norms of both kinds, and a counter beside it."""
+    teacher = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.BatchNorm1d(WIDTH)
+    ).double()
+    steps = torch.zeros((), dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        steps.add_(1)
+        with torch.no_grad():
+            taught = teacher(batch[0])
+        out = model(batch[0])
+        return F.mse_loss(out, batch[1]) + F.mse_loss(out, taught) / steps
+
+    training = regression(Rows(), loss=loss, batches=rows((6, 5, 2, 4, 3)))
+    training.state = lambda: [steps, teacher.state_dict()]
     return training
 
 

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from oomph.errors import BadInput, UnknownName
-from oomph.files.plain_toml import parse_toml
+from oomph.files.catalogues import by_spelling, parse_catalogue
 from oomph.files.schema import Mismatch, PositiveCount, read_as
 from oomph.quoting import brief
 
@@ -66,16 +66,7 @@ def find_model(name: str) -> ModelEntry:
 
 def parse_models(text: str) -> dict[str, ModelEntry]:
     """Parse the text of a catalogue file to models by name; `BadInput` names a wrong entry."""
-    try:
-        document = parse_toml(text)
-    except ValueError as error:
-        raise BadInput(f"the model catalogue is not TOML: {error}") from None
-    if document.get("schema") != SCHEMA:
-        raise BadInput(f"the model catalogue has schema {document.get('schema')!r}, not {SCHEMA}")
-    entries = document.get("models", {})
-    if not isinstance(entries, dict):
-        raise BadInput("the model catalogue has no tables under models")
-    return {name: _parse_model(name, entry) for name, entry in entries.items()}
+    return parse_catalogue(text, kind="model", tables="models", schema=SCHEMA, parse=_parse_model)
 
 
 def _parse_model(name: str, fields: Any) -> ModelEntry:
@@ -100,12 +91,7 @@ def _catalogue() -> dict[str, ModelEntry]:
 
 @functools.cache
 def _by_spelling() -> dict[str, ModelEntry]:
-    spellings: dict[str, ModelEntry] = {}
-    for entry in _catalogue().values():
-        for name in (entry.name, *entry.aliases):
-            other = spellings.setdefault(_spelling(name), entry)
-            assert other is entry, f"{name} is both {other.name} and {entry.name}"
-    return spellings
+    return by_spelling(_catalogue().values(), _spelling)
 
 
 def _spelling(name: str) -> str:

@@ -115,12 +115,28 @@ class _Generator(torch.Generator, metaclass=_StandInGenerator):
         return self._asked
 
 
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
 def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
     """The stand-ins by their name in `torch.cuda`."""
+    return {**_about_the_card(gpu), **_about_memory(gpu, recorder), **_CONSTANT}
 
-    def always(value: Any) -> Callable[..., Any]:
-        return lambda *_, **__: value
 
+def _about_the_card(gpu: GPU) -> dict[str, Any]:
+    capability = gpu.compute_capability or (9, 0)
+    return {
+        "get_device_name": _always(gpu.name),
+        "get_device_capability": _always(capability),
+        "get_device_properties": _always(_properties(gpu)),
+        "is_bf16_supported": _always(gpu.has_bf16),
+        "is_tf32_supported": _always(capability >= (8, 0)),
+        "get_arch_list": _always([f"sm_{capability[0]}{capability[1]}"]),
+    }
+
+
+def _about_memory(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
     def allocated(*_: Any, **__: Any) -> int:
         return recorder.allocated
 
@@ -143,24 +159,7 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
     def free_and_total(*_: Any, **__: Any) -> tuple[int, int]:
         return max(gpu.memory - recorder.allocated, 0), gpu.memory
 
-    def random_state(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8, device="cpu")
-
-    capability = gpu.compute_capability or (9, 0)
-    nothing = always(None)
-    stream = _NoStream()
     return {
-        "is_available": always(True),
-        "is_initialized": always(True),
-        cuda.IS_COMPILED: always(True),
-        "device_count": always(1),
-        "current_device": always(0),
-        **dict.fromkeys(cuda.EXCHANGE_DEVICE, always(0)),
-        "get_device_name": always(gpu.name),
-        "get_device_capability": always(capability),
-        "get_device_properties": always(_properties(gpu)),
-        "is_bf16_supported": always(gpu.has_bf16),
-        "is_tf32_supported": always(capability >= (8, 0)),
         "mem_get_info": free_and_total,
         "memory_allocated": allocated,
         "memory_reserved": allocated,
@@ -171,42 +170,58 @@ def _answers(gpu: GPU, recorder: Recorder) -> dict[str, Any]:
         "memory_summary": lambda *_, **__: f"(rehearsed: {recorder.allocated} bytes allocated)",
         "reset_peak_memory_stats": reset_peak,
         "reset_max_memory_allocated": reset_peak,
-        "reset_accumulated_memory_stats": nothing,
-        "set_per_process_memory_fraction": nothing,
-        cuda.RECORD_HISTORY: nothing,
-        "empty_cache": nothing,
-        "ipc_collect": nothing,
-        "synchronize": nothing,
-        "set_device": nothing,
-        cuda.LAZY_INIT: nothing,
-        "init": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "seed": nothing,
-        "seed_all": nothing,
-        "initial_seed": always(0),
-        "get_rng_state": random_state,
-        "get_rng_state_all": lambda *_, **__: [random_state()],
-        "set_rng_state": nothing,
-        "set_rng_state_all": nothing,
-        "current_stream": always(stream),
-        "default_stream": always(stream),
-        "stream": always(stream),
-        "set_stream": nothing,
-        "Stream": _Stream,
-        "Event": _Event,
-        "is_current_stream_capturing": always(False),
-        "utilization": always(0),
-        "temperature": always(0),
-        "power_draw": always(0),
-        "clock_rate": always(0),
-        "get_arch_list": always([f"sm_{capability[0]}{capability[1]}"]),
-        "range_push": always(0),
-        "range_pop": always(0),
-        "mark": nothing,
-        "start": nothing,
-        "stop": nothing,
     }
+
+
+def _random_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+
+_NOTHING = _always(None)
+_STREAM = _NoStream()
+#: What every rehearsed card answers.
+_CONSTANT: dict[str, Any] = {
+    "is_available": _always(True),
+    "is_initialized": _always(True),
+    cuda.IS_COMPILED: _always(True),
+    "device_count": _always(1),
+    "current_device": _always(0),
+    **dict.fromkeys(cuda.EXCHANGE_DEVICE, _always(0)),
+    "reset_accumulated_memory_stats": _NOTHING,
+    "set_per_process_memory_fraction": _NOTHING,
+    cuda.RECORD_HISTORY: _NOTHING,
+    "empty_cache": _NOTHING,
+    "ipc_collect": _NOTHING,
+    "synchronize": _NOTHING,
+    "set_device": _NOTHING,
+    cuda.LAZY_INIT: _NOTHING,
+    "init": _NOTHING,
+    "manual_seed": _NOTHING,
+    "manual_seed_all": _NOTHING,
+    "seed": _NOTHING,
+    "seed_all": _NOTHING,
+    "initial_seed": _always(0),
+    "get_rng_state": _random_state,
+    "get_rng_state_all": lambda *_, **__: [_random_state()],
+    "set_rng_state": _NOTHING,
+    "set_rng_state_all": _NOTHING,
+    "current_stream": _always(_STREAM),
+    "default_stream": _always(_STREAM),
+    "stream": _always(_STREAM),
+    "set_stream": _NOTHING,
+    "Stream": _Stream,
+    "Event": _Event,
+    "is_current_stream_capturing": _always(False),
+    "utilization": _always(0),
+    "temperature": _always(0),
+    "power_draw": _always(0),
+    "clock_rate": _always(0),
+    "range_push": _always(0),
+    "range_pop": _always(0),
+    "mark": _NOTHING,
+    "start": _NOTHING,
+    "stop": _NOTHING,
+}
 
 
 #: The names in `torch.accelerator` of functions in `torch.cuda`.

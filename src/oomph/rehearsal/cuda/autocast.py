@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -203,66 +204,12 @@ def _kernel(run: Callable[..., Any]) -> Callable[..., Any]:
 def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
     """While active, autocast for "cuda" works on fake CPU tensors as it does on a GPU."""
     cache = WeightCache()
-
-    def eligible(value: Any) -> bool:
-        return (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.dtype is not torch.float64
-            and on_gpu(value)
-        )
-
-    def backwards(cast: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
-        # C++ evaluates the casts of a call from the last argument to the first, and the order of
-        # allocations decides their addresses.
-        return [tree_map(cast, value) for value in reversed(args)][::-1]
-
-    def lower(operator: Any) -> Callable[..., Any]:
-        def cast(value: Any) -> Any:
-            dtype = torch.get_autocast_dtype("cpu")
-            if not eligible(value) or value.dtype is dtype:
-                return value
-            return cache.cast(value, dtype)
-
-        return _kernel(lambda *a, **k: operator(*backwards(cast, a), **tree_map(cast, k)))
-
-    def to_float(value: Any) -> Any:
-        return value.float() if eligible(value) and value.dtype is not torch.float32 else value
-
-    def full(operator: Any) -> Callable[..., Any]:
-        return _kernel(lambda *a, **k: operator(*backwards(to_float, a), **tree_map(to_float, k)))
-
-    def full_by_dtype(operator: Any) -> Callable[..., Any]:
-        takes_dtype = any(argument.name == "dtype" for argument in schema_of(operator).arguments)
-        if not takes_dtype:
-            return full(operator)
-        at = [argument.name for argument in schema_of(operator).arguments].index("dtype")
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = args[at] if len(args) > at else kwargs.get("dtype")
-            if given is None and eligible(args[0]) and args[0].dtype is not torch.float32:
-                if len(args) > at:
-                    args = (*args[:at], torch.float32, *args[at + 1 :])
-                else:
-                    kwargs = {**kwargs, "dtype": torch.float32}
-            return operator(*args, **kwargs)
-
-        return _kernel(run)
-
-    def widest(operator: Any) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            dtypes = {value.dtype for value in _flat(args) if eligible(value)}
-            if torch.float32 in dtypes and len(dtypes) > 1:
-                args, kwargs = tree_map(to_float, args), tree_map(to_float, kwargs)
-            return operator(*args, **kwargs)
-
-        return _kernel(run)
-
+    casts = _Casts(on_gpu=on_gpu, cache=cache)
     policies = (
-        (_LOWER_PRECISION, lower),
-        (_FULL_PRECISION, full),
-        (_FULL_PRECISION_BY_DTYPE, full_by_dtype),
-        (_WIDEST_INPUT, widest),
+        (_LOWER_PRECISION, casts.lower),
+        (_FULL_PRECISION, casts.full),
+        (_FULL_PRECISION_BY_DTYPE, casts.full_by_dtype),
+        (_WIDEST_INPUT, casts.widest),
     )
     # PyTorch warns that its own kernels are replaced, which is intended.
     with replaced_kernels() as replace, no_warnings_here():
@@ -273,6 +220,77 @@ def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
             replace(name, None, "AutocastCPU")
         with _cuda_means_cpu(cache):
             yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Casts:
+    """Autocast's policies: each takes an operator, and returns its kernel with casts before it."""
+
+    on_gpu: Callable[[Tensor], bool]
+    cache: WeightCache
+
+    def lower(self, operator: Any) -> Callable[..., Any]:
+        """Every float becomes autocast's type."""
+
+        def cast(value: Any) -> Any:
+            dtype = torch.get_autocast_dtype("cpu")
+            if not self._is_eligible(value) or value.dtype is dtype:
+                return value
+            return self.cache.cast(value, dtype)
+
+        return _kernel(lambda *a, **k: operator(*_backwards(cast, a), **tree_map(cast, k)))
+
+    def full(self, operator: Any) -> Callable[..., Any]:
+        """Every float becomes fp32."""
+        cast = self._to_float
+        return _kernel(lambda *a, **k: operator(*_backwards(cast, a), **tree_map(cast, k)))
+
+    def full_by_dtype(self, operator: Any) -> Callable[..., Any]:
+        """The result is fp32, by the op's own argument, unless the caller gave one."""
+        names = [argument.name for argument in schema_of(operator).arguments]
+        if "dtype" not in names:
+            return self.full(operator)
+        at = names.index("dtype")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = args[at] if len(args) > at else kwargs.get("dtype")
+            if given is None and self._is_eligible(args[0]) and args[0].dtype is not torch.float32:
+                if len(args) > at:
+                    args = (*args[:at], torch.float32, *args[at + 1 :])
+                else:
+                    kwargs = {**kwargs, "dtype": torch.float32}
+            return operator(*args, **kwargs)
+
+        return _kernel(run)
+
+    def widest(self, operator: Any) -> Callable[..., Any]:
+        """Every float becomes fp32 if one is."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            dtypes = {value.dtype for value in _flat(args) if self._is_eligible(value)}
+            if torch.float32 in dtypes and len(dtypes) > 1:
+                args, kwargs = tree_map(self._to_float, args), tree_map(self._to_float, kwargs)
+            return operator(*args, **kwargs)
+
+        return _kernel(run)
+
+    def _is_eligible(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+            and self.on_gpu(value)
+        )
+
+    def _to_float(self, value: Any) -> Any:
+        is_cast = self._is_eligible(value) and value.dtype is not torch.float32
+        return value.float() if is_cast else value
+
+
+def _backwards(cast: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
+    # C++ evaluates the casts of a call from the last argument to the first, and the order of
+    # allocations decides their addresses.
+    return [tree_map(cast, value) for value in reversed(args)][::-1]
 
 
 @functools.cache

@@ -8,7 +8,9 @@ are replaced in the dispatcher by calls of the op the GPU would run.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,8 +37,35 @@ def cuda_composites(
 
     `is_traced` tells whether a block is being traced for compilation.
     """
+    depending = _DependingOnDevice(gpu=gpu, on_gpu=on_gpu)
+    kernels: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": depending.attention,
+        "linear": _linear,
+        "dropout": depending.dropout,
+        "batch_norm": depending.batch_norm,
+        "rms_norm": _rms_norm,
+        "softmax.int": functools.partial(depending.softmax, aten._softmax),
+        "log_softmax.int": functools.partial(depending.softmax, aten._log_softmax),
+    }
+    for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        kernels[f"{mode}.input"] = functools.partial(_recurrent, mode)
+        kernels[f"{mode}.data"] = functools.partial(_recurrent_packed, mode)
+    with replaced_kernels() as replace:
+        for name, kernel in kernels.items():
+            for key in _KEYS:
+                replace(name, _as_traced(name, kernel, is_traced), key)
+        yield
 
-    def sdpa(
+
+@dataclass(frozen=True, kw_only=True)
+class _DependingOnDevice:
+    """Composite ops of which CUDA and the CPU run different kernels."""
+
+    gpu: GPU
+    on_gpu: Callable[[Tensor], bool]
+
+    def attention(
+        self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -47,7 +76,7 @@ def cuda_composites(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if not on_gpu(query):
+        if not self.on_gpu(query):
             return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale
             )[0]
@@ -61,21 +90,10 @@ def cuda_composites(
             scale=scale,
             grouped=enable_gqa,
         )
-        return attend(gpu, call)
+        return attend(self.gpu, call)
 
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None and bias.dim() == 1 and input.dim() > 1 and input.is_contiguous():
-            rows = input.flatten(0, -2) if input.dim() > 2 else input
-            out = torch.addmm(bias, rows, weight.t())
-            return out.unflatten(0, input.shape[:-1]) if input.dim() > 2 else out
-        if bias is not None and input.dim() == 2:
-            return torch.addmm(bias, input, weight.t())
-        out = torch.matmul(input, weight.t())
-        # In place: PyTorch only avoids that because a mode is active.
-        return out.add_(bias) if bias is not None else out
-
-    def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-        if on_gpu(input) and train and 0 < p < 1 and input.numel() > 0:
+    def dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
+        if self.on_gpu(input) and train and 0 < p < 1 and input.numel() > 0:
             return aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
         if not train or p == 0 or input.numel() == 0:
             return input
@@ -84,6 +102,7 @@ def cuda_composites(
         return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
 
     def batch_norm(
+        self,
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -95,7 +114,7 @@ def cuda_composites(
         cudnn_enabled: bool,
     ) -> Tensor:
         cudnn = (
-            on_gpu(input)
+            self.on_gpu(input)
             and cudnn_enabled
             and training
             and input.dtype in (torch.float32, torch.float16, torch.float64)
@@ -110,72 +129,57 @@ def cuda_composites(
             input, weight, bias, running_mean, running_var, training, momentum, eps
         )[0]
 
-    def rms_norm(
-        input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None
+    def softmax(
+        self,
+        run: Callable[..., Tensor],
+        input: Tensor,
+        dim: int,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]  # type: ignore[no-any-return]
-
-    def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        return _softmax(aten._softmax, input, dim, dtype)
-
-    def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        return _softmax(aten._log_softmax, input, dim, dtype)
-
-    def _softmax(run: Any, input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
         # CUDA reads fp16 and writes fp32 in one kernel; all other inputs are converted first.
-        fused = dtype is torch.float32 and input.dtype is torch.float16 and on_gpu(input)
+        fused = dtype is torch.float32 and input.dtype is torch.float16 and self.on_gpu(input)
         if not fused and dtype is not None:
             input = input.to(dtype)
-        return run(input, dim, fused)  # type: ignore[no-any-return]
+        return run(input, dim, fused)
 
-    def recurrent(mode: str) -> Callable[..., Any]:
-        def run(input: Tensor, states: Any, params: Any, *options: Any) -> tuple[Tensor, ...]:
-            states = [states] if isinstance(states, Tensor) else states
-            dtype = torch.get_autocast_dtype("cpu")
-            if torch.is_autocast_enabled("cpu") and input.dtype is torch.float32:
-                # Autocast casts the whole buffer of weights at once, and does not cache it.
-                flat = torch.cat([weight.flatten().to(dtype) for weight in params])
-                parts = flat.split([weight.numel() for weight in params])
-                params = [p.view(w.shape) for p, w in zip(parts, params, strict=True)]
-                input, states = input.to(dtype), [state.to(dtype) for state in states]
-            return run_recurrent(mode, input, states, params, *options)
 
-        return run
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is not None and bias.dim() == 1 and input.dim() > 1 and input.is_contiguous():
+        rows = input.flatten(0, -2) if input.dim() > 2 else input
+        out = torch.addmm(bias, rows, weight.t())
+        return out.unflatten(0, input.shape[:-1]) if input.dim() > 2 else out
+    if bias is not None and input.dim() == 2:
+        return torch.addmm(bias, input, weight.t())
+    out = torch.matmul(input, weight.t())
+    # In place: PyTorch only avoids that because a mode is active.
+    return out.add_(bias) if bias is not None else out
 
-    def packed(mode: str) -> Callable[..., Any]:
-        run = recurrent(mode)
 
-        def run_packed(
-            data: Tensor, batch_sizes: Tensor, states: Any, params: Any, *options: Any
-        ) -> tuple[Tensor, ...]:
-            sizes = batch_sizes_of(batch_sizes)
-            made: tuple[Tensor, ...] = run(data, states, params, *options, False, sizes)
-            return made
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None
+) -> Tensor:
+    return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]  # type: ignore[no-any-return]
 
-        return run_packed
 
-    kernels: dict[str, Callable[..., Any]] = {
-        "lstm.input": recurrent("lstm"),
-        "gru.input": recurrent("gru"),
-        "rnn_tanh.input": recurrent("rnn_tanh"),
-        "rnn_relu.input": recurrent("rnn_relu"),
-        "lstm.data": packed("lstm"),
-        "gru.data": packed("gru"),
-        "rnn_tanh.data": packed("rnn_tanh"),
-        "rnn_relu.data": packed("rnn_relu"),
-        "scaled_dot_product_attention": sdpa,
-        "linear": linear,
-        "dropout": dropout,
-        "batch_norm": batch_norm,
-        "rms_norm": rms_norm,
-        "softmax.int": softmax,
-        "log_softmax.int": log_softmax,
-    }
-    with replaced_kernels() as replace:
-        for name, kernel in kernels.items():
-            for key in _KEYS:
-                replace(name, _as_traced(name, kernel, is_traced), key)
-        yield
+def _recurrent(
+    mode: str, input: Tensor, states: Any, params: Any, *options: Any
+) -> tuple[Tensor, ...]:
+    states = [states] if isinstance(states, Tensor) else states
+    dtype = torch.get_autocast_dtype("cpu")
+    if torch.is_autocast_enabled("cpu") and input.dtype is torch.float32:
+        # Autocast casts the whole buffer of weights at once, and does not cache it.
+        flat = torch.cat([weight.flatten().to(dtype) for weight in params])
+        parts = flat.split([weight.numel() for weight in params])
+        params = [p.view(w.shape) for p, w in zip(parts, params, strict=True)]
+        input, states = input.to(dtype), [state.to(dtype) for state in states]
+    return run_recurrent(mode, input, states, params, *options)
+
+
+def _recurrent_packed(
+    mode: str, data: Tensor, batch_sizes: Tensor, states: Any, params: Any, *options: Any
+) -> tuple[Tensor, ...]:
+    sizes = batch_sizes_of(batch_sizes)
+    return _recurrent(mode, data, states, params, *options, False, sizes)
 
 
 def _as_traced(

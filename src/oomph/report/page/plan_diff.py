@@ -58,10 +58,10 @@ def _row(change: Change, plan: Plan, most: int) -> str:
 
 
 def _settings(change: Change, plan: Plan) -> str:
-    from oomph.search.changes import settings_shown
+    from oomph.search.changes import settings_shown, typed_elsewhere
 
-    if change.technique == "allocator":
-        return f"<code>PYTORCH_CUDA_ALLOC_CONF={escape(plan.choices.allocator)}</code>"
+    if typed := typed_elsewhere(change.technique, plan.choices):
+        return f"<code>{escape(typed)}</code>"
     parts = []
     for name, value in settings_shown(change.technique, plan.choices).items():
         if value in ("", []):

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from switched_on import on
 from torch import nn
 
 from oomph.hardware import find_gpu
@@ -14,16 +15,18 @@ from oomph.hardware.timing.clock import Clock
 from oomph.jobs.job import Job
 from oomph.plans.choices import Choices
 from oomph.rehearsal import stores as slots
+from oomph.rehearsal.link import RehearsedLink
 from oomph.rehearsal.phases import rehearse
 from oomph.rehearsal.step_cost import peak_allocated, step_cost
 from oomph.rehearsal.timeline import Timeline
+from oomph.rehearsal.world import pretend
 
 H200 = find_gpu("h200")
 WIDTH, LAYERS = 1024, 12
 WEIGHTS = LAYERS * WIDTH**2
 #: Adam's two moments of each weight.
 STATE = 2 * 4 * WEIGHTS
-HOST = Choices(optimizer_on="host", fused_optimizer=True)
+HOST = Choices(optimizer_on="host", techniques=on("fused_optimizer"))
 
 
 def rehearsed(clip_norm: float | None = None, rows: int = 8, **changes: object) -> Timeline:
@@ -138,6 +141,20 @@ def test_such_a_step_writes_gradients_once_and_reads_them_once(
     moved = size + share * (STATE + (4 * WEIGHTS if masters else 0))
     expected = moved / 1e9 + moved / 0.5e9
     assert 0.7 * expected < took < 1.1 * expected
+
+
+def test_what_was_never_written_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gradients of a step that is not rehearsed, or weights that were on the disk before."""
+    monkeypatch.setattr(slots, "DISK_READ", 1e9)
+    monkeypatch.setattr(slots, "load_profile", lambda _: None)
+    with pretend(H200) as recorder:
+        recorder.clock = Clock.of(H200)
+        target = torch.empty(1000, 1000, device="cuda")
+        link = RehearsedLink(recorder, H200)
+        store = slots.RehearsedStore(recorder, link, H200, largest=target.nbytes, buffers=1)
+        began = recorder.seconds
+        store.get(store.slot(target.nbytes), target).wait()
+        assert recorder.seconds - began == pytest.approx(target.nbytes / 1e9, rel=0.2)
 
 
 def test_a_disk_that_is_fast_enough_hides_behind_computing(
