@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 
 import pytest
 import torch
@@ -20,12 +21,18 @@ BLOCKS = {f"{at}": "recompute" for at in range(4)}
 
 
 class Hidden:
-    """Holds what cannot be seen from outside."""
-
-    __slots__ = ("calls",)
+    """Holds what cannot be seen from outside: memory of C."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self._calls = ctypes.c_int(0)
+
+    @property
+    def calls(self) -> int:
+        return self._calls.value
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self._calls.value = calls
 
     def __deepcopy__(self, memo: object) -> Hidden:
         return Hidden()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,12 +102,18 @@ def test_fewer_samples_each_have_room_in_the_plan(
 
 
 class Toggle:
-    """Counts where nobody looks."""
-
-    __slots__ = ("calls",)
+    """Counts where nobody looks: in memory of C."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self._calls = ctypes.c_int(0)
+
+    @property
+    def calls(self) -> int:
+        return self._calls.value
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self._calls.value = calls
 
 
 class DoesLessLater(nn.Module):

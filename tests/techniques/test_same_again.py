@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -14,13 +15,27 @@ from oomph.techniques.recompute import recompute
 
 
 class Hidden:
-    """Holds what no one can see from outside, as the modules of an installed package do."""
-
-    __slots__ = ("calls", "table")
+    """Holds what cannot be seen from outside: memory of C."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.table: Tensor | None = None
+        self._calls = ctypes.c_int(0)
+        self._table = ctypes.py_object(None)
+
+    @property
+    def calls(self) -> int:
+        return self._calls.value
+
+    @calls.setter
+    def calls(self, calls: int) -> None:
+        self._calls.value = calls
+
+    @property
+    def table(self) -> Tensor | None:
+        return self._table.value  # type: ignore[no-any-return]
+
+    @table.setter
+    def table(self, table: Tensor | None) -> None:
+        self._table.value = table
 
     def __deepcopy__(self, memo: object) -> Hidden:
         return Hidden()

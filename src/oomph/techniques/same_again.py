@@ -122,7 +122,7 @@ class SameAgain:
         hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None = None,
     ) -> Iterator[None]:
         """Pass each op to `see`, and call `see_saved` before autograd saves a tensor."""
-        pack, unpack = hooks or top_saved_tensors_hooks(False)
+        pack, unpack = hooks or top_saved_tensors_hooks(False) or (_as_it_is, _as_it_is)
 
         def pack_seen(tensor: Tensor) -> Any:
             see_saved()
@@ -130,6 +130,10 @@ class SameAgain:
 
         with _EachOp(see), saved_tensors_hooks(pack_seen, unpack):
             yield
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _forget(_: Any) -> None:
