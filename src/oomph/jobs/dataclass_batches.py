@@ -30,11 +30,11 @@ def opened(value: Any, inside: Callable[[Any], Any]) -> Any:
     held = {name: inside(one) for name, one in _attributes(value).items()}
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(held)):
         return value
+    kind: type = type(value)
     try:
-        kind = _subclass(type(value))
-    except Exception:
+        return _made(_subclass(kind), held)
+    except TypeError:
         return value  # a class that its owner lets nobody inherit from
-    return _made(kind, held)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _subclass(kind: type) -> type:
 
 
 def _made(kind: type, held: dict[str, Any]) -> Any:
-    one = object.__new__(kind)
+    one: Any = object.__new__(kind)
     for name, value in held.items():
         object.__setattr__(one, name, value)  # it may be frozen
     return one

@@ -401,7 +401,8 @@ class PythonState:
             self._visit(place, value, is_own=False)
 
     def _visit_object(self, place: str, value: Any) -> None:
-        slots = _slots_of(type(value))
+        kind: type = type(value)
+        slots = _slots_of(kind)
         if not hasattr(value, "__dict__") and not slots:
             return
         held = dict(getattr(value, "__dict__", {}))
@@ -629,7 +630,8 @@ class _Slots(_Holder):
 
     def __init__(self, place: str, holder: Any) -> None:
         super().__init__(place, holder)
-        self._names = _slots_of(type(holder))
+        kind: type = type(holder)
+        self._names = _slots_of(kind)
         self._before = _in_slots(holder, self._names)
 
     def is_current(self) -> bool:
@@ -657,7 +659,7 @@ class _Array(_Holder):
         self._before = _numbers_in(holder)
 
     def is_current(self) -> bool:
-        return _numbers_in(self.object) == self._before
+        return bool(_numbers_in(self.object) == self._before)
 
     def changes(self) -> Iterator[Change]:
         now = _numbers_in(self.object)
