@@ -205,6 +205,16 @@ def test_unknown_numbers_are_counted_in_as_many_bins_as_were_asked_for(
         torch.bincount(found)
 
 
+def test_derivatives_that_are_zero_are_followed_in_forward_mode(
+    recorder: Recorder, device: str
+) -> None:
+    norm = torch.nn.LayerNorm(4, device=device)
+    x = torch.ones(2, 4, device=device)
+    out, tangent = torch.func.jvp(norm, (x,), (torch.ones_like(x),))
+    assert out.shape == tangent.shape == (2, 4)
+    assert torch.zeros(3, device=device).sum().item() == 0
+
+
 def test_an_unknown_shape_is_refused_with_its_op_and_line(recorder: Recorder, device: str) -> None:
     x = torch.randn(8, 8, device=device)
     with pytest.raises(CannotRehearse, match=r"unique2 at test_values\.py:\d+"):

@@ -383,10 +383,11 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused_before_anything_i
     before = copy.deepcopy(model.state_dict())
     batch = rows()[0]
     plan = plan_with(Choices(), model, optimizer, batch)
-    with pytest.raises(BadInput, match="LBFGS has to be given 'closure'"):
+    with pytest.raises(BadInput, match="LBFGS has to be given a closure"):
         apply(plan, Job(model, square_loss, optimizer, batch, name="net"))
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     usual = torch.optim.SGD(model.parameters(), 0.1)
+    torch.optim.lr_scheduler.StepLR(usual, 1)  # which wraps its step
     apply(
         plan_with(Choices(), model, usual, batch), Job(model, square_loss, usual, batch, name="net")
     ).undo()

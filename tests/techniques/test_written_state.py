@@ -213,3 +213,20 @@ def test_a_weight_of_others_that_is_read_twice_is_found_once() -> None:
         torch.add(weight, 1)
         torch.mul(weight, 2)
     assert len(writes.foreign) == 1 and writes.foreign[0] is weight
+
+
+def test_a_view_of_a_real_tensor_is_that_tensor_in_a_rehearsal_too() -> None:
+    table, untouched, foreign = torch.zeros(4, 4), torch.zeros(4), torch.zeros(4)
+
+    def loss() -> Tensor:
+        table[1:].t()[0].add_(1)
+        made = untouched[1:].clone()
+        return made.mul_(2).sum() + untouched.view(2, 2).sum()
+
+    def run() -> None:
+        loss()
+        foreign[1:].zero_()
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        written = find_written(nn.Linear(4, 4), run, [("the loss", loss)])
+    assert written == Written(tensors=("the loss.table",), elsewhere=("aten.zero_.default",))

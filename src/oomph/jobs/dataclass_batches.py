@@ -30,12 +30,11 @@ def opened(value: Any, inside: Callable[[Any], Any]) -> Any:
     held = {name: inside(one) for name, one in _attributes(value).items()}
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(held)):
         return value
+    kind: type = type(value)
     try:
-        own: type = type(value)
-        kind = _subclass(own)
-    except Exception:
+        return _made(_subclass(kind), held)
+    except TypeError:
         return value  # a class that its owner lets nobody inherit from
-    return _made(kind, held)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class KnownValues:
             return
         storage = real.untyped_storage()
         same = real.stride() == fake.stride() and real.storage_offset() == fake.storage_offset()
+        same = same and _has_memory(storage)
         if same and storage.nbytes() > MOST_ELEMENTS * 8:
             return  # a small part of something large
         if not (same and is_new):
@@ -462,6 +463,15 @@ def _minlength(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 def _has_mask(indices: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in _MASKS for index in indices)
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether there is anything behind it: forward-mode derivatives that are zero have nothing."""
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _small(tensor: Tensor) -> bool:

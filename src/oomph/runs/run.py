@@ -812,21 +812,14 @@ def _optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that computes the loss itself, as often as it likes."""
-    given = list(inspect.signature(optimizer.step).parameters.values())
-    if any(one.default is one.empty and one.kind in _GIVEN for one in given):
+    # Of the class: schedulers wrap the object's own, and leave `self` in its signature.
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
         raise BadInput(
-            f"a step of {type(optimizer).__name__} has to be given {given[0].name!r}, with which it"
+            f"a step of {type(optimizer).__name__} has to be given a closure, with which it"
             " computes the loss itself; a run computes it once for each step: choose another"
             " optimizer"
         )
-
-
-#: Arguments that a caller has to give if they have no default.
-_GIVEN = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
 
 
 def _gpu_of(device: torch.device) -> GPU | None:

@@ -24,6 +24,7 @@ import sysconfig
 import types
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -235,6 +236,9 @@ class PythonState:
         elif isinstance(value, _ARRAYS):
             if _is_looked_at(value):
                 self._hold(_Array(place, value))
+        elif isinstance(value, ContextVar):
+            self._hold(_Variable(place, value))
+            self._visit(place, value.get(None), is_own=False)
         elif not self._visit_callable(place, value) and not (
             isinstance(value, (type, types.ModuleType)) or _belongs_to_others(kind)
         ):
@@ -357,14 +361,14 @@ class PythonState:
         value = variables.get(name, MISSING)
         if type(value) in (int, float, bool, str, type(None)):
             self._hold_global(f"{home}.{name}", variables, name)
-        elif is_iterator(value):
+        elif is_iterator(value) or isinstance(value, Tensor):
             self._hold_global(f"{home}.{name}", variables, name)
             self._functions += 1
             self._visit(f"{home}.{name}", value, is_own=False)
             self._functions -= 1
         elif isinstance(value, functools._lru_cache_wrapper):
             self._visit(f"{home}.{name}", value, is_own=False)
-        elif type(value) in _CONTAINERS or isinstance(value, _ARRAYS):
+        elif type(value) in _CONTAINERS or isinstance(value, (*_ARRAYS, ContextVar)):
             self._functions += 1
             self._visit(f"{home}.{name}", value, is_own=False)
             self._functions -= 1
@@ -689,6 +693,27 @@ class _Array(_Holder):
             self.object[:] = self._before
         else:
             self.object[:] = array.array(self.object.typecode, self._before)
+
+
+class _Variable(_Holder):
+    """A variable of the context that the thread runs in."""
+
+    def __init__(self, place: str, holder: Any) -> None:
+        super().__init__(place, holder)
+        self._before = holder.get(MISSING)
+
+    def is_current(self) -> bool:
+        return self.object.get(MISSING) is self._before
+
+    def changes(self) -> Iterator[Change]:
+        now = self.object.get(MISSING)
+        yield Change(place=self.place, holder=self.object, name="", before=self._before, now=now)
+
+    def put_back(self, replace: Replace | None) -> None:
+        # Python has no way to take back the first value of a variable without a default.
+        if self._before is not MISSING:
+            value = self._before
+            self.object.set(value if replace is None else _replaced(value, replace))
 
 
 class _Cell(_Holder):

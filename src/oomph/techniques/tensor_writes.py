@@ -91,6 +91,9 @@ class TensorWrites(TorchDispatchMode):
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         #: Unknown weights that were read. A dict, as a set would compare tensors of equal hashes.
         self._foreign: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        #: By storage: what stands for a known tensor in a rehearsal, and that tensor's storage. A
+        #: view of a real tensor is a fake one there, and so is what an op in place returns.
+        self._stand_ins: dict[int, tuple[int, torch.UntypedStorage]] = {}
         #: Memory that was allocated while this is active, as long as it lives.
         self._own: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
@@ -126,7 +129,7 @@ class TensorWrites(TorchDispatchMode):
         return out
 
     def _before_write(self, func: Any, tensor: Tensor) -> None:
-        key = storage_of(tensor)
+        key = self._key_of(tensor)
         if key not in self._known:
             if key not in self._own and tensor.numel():
                 self.elsewhere.append(str(func))
@@ -135,8 +138,15 @@ class TensorWrites(TorchDispatchMode):
             self.written.add(key)
             self.kept[key] = Kept(self._known[key])
 
+    def _key_of(self, tensor: Tensor) -> int:
+        """The storage that a write to this tensor is one to."""
+        key = storage_of(tensor)
+        return self._stand_ins[key][0] if key in self._stand_ins else key
+
     def _remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record memory that an op allocated: writes to it do not matter."""
+        shown = _shown_by(func, args, kwargs)
+        source = self._key_of(shown) if shown is not None else None
         fresh = func is torch.ops.aten.lift_fresh.default
         given: set[int] | None = None
         for leaf in tree_leaves(out):
@@ -145,11 +155,23 @@ class TensorWrites(TorchDispatchMode):
             key = storage_of(leaf)
             if key in self._own or key in self._known:
                 continue
+            if source in self._known:
+                self._stand_ins[key] = source, leaf.untyped_storage()
+            if source is not None and source not in self._own and not fresh:
+                continue
             if given is None:
                 leaves = tree_leaves((args, kwargs))
                 given = {storage_of(one) for one in leaves if isinstance(one, Tensor)}
             if fresh or key not in given:
                 self._own[key] = leaf.untyped_storage()
+
+
+def _shown_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor whose memory an op's result is: what it views, or what it wrote to."""
+    if schema_of(func).is_mutable:
+        return next(written_by(func, args, kwargs), None)
+    shown = args[0] if func.is_view and args else None
+    return shown if isinstance(shown, Tensor) else None
 
 
 class Kept:

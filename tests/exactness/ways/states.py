@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -604,6 +605,45 @@ def an_array_beside_the_loss() -> Training:
 
     training = regression(Rows(), loss=loss)
     training.state = lambda: torch.from_numpy(counts.copy())
+    return training
+
+
+@way(refusals=WHOLE)
+def a_table_written_through_views() -> Training:
+    """The loss writes to rows, slices and columns of a table, and compares with it."""
+    table = numbers(4, WIDTH, seed=7)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        out = model(batch[0])
+        found = F.mse_loss(out, batch[1]) + 0.1 * (out @ table.clone().T).square().mean()
+        table.view(-1)[:WIDTH].add_(0.1)
+        table[1].mul_(0.5).add_(0.2)
+        table[2:, 1:3] = table.t()[0, :2]
+        return found
+
+    training = regression(Rows(), loss=loss)
+    training.state = lambda: table
+    return training
+
+
+_SEEN = torch.zeros(3, dtype=torch.float64)
+_IN_CONTEXT = ContextVar("_IN_CONTEXT", default=0)
+
+
+@way(refusals=COUNTS)
+def tensors_and_contexts_of_the_program() -> Training:
+    """Blocks count in a tensor of their file and in a variable of the context."""
+    _SEEN.zero_()
+    _IN_CONTEXT.set(0)
+
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            _SEEN[1] += 1
+            _IN_CONTEXT.set(_IN_CONTEXT.get() + 1)
+            return super().forward(x * (1 + 0.01 * _SEEN[1]) / _IN_CONTEXT.get())
+
+    training = regression(Rows(Counting))
+    training.state = lambda: [_SEEN, _IN_CONTEXT.get()]
     return training
 
 
