@@ -30,7 +30,7 @@ from oomph.runs.run import enforce
 from oomph.runs.training import card_of
 from oomph.search.option_profiles import OptionProfiles
 from oomph.search.planner import Planner, make_planner
-from oomph.splitting import prove_split
+from oomph.splitting import prove_split_of_another
 from oomph.techniques.autocast import autocast
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
 from oomph.techniques.loss_split import LossSplit
@@ -366,7 +366,7 @@ class Fitted:
             job = dataclasses.replace(self.job, batch=batch)
             with self.plain_model():
                 caches = self.plan.choices.generation_cache
-                split = prove_split(job, card_of(self.device), caches=caches)
+                split = prove_split_of_another(job, card_of(self.device), split, caches=caches)
         finally:
             self._apply(split)
         _refuse_whole(split)

@@ -53,7 +53,7 @@ from oomph.runs.loading import Resumed, Stored, load, load_state
 from oomph.runs.saving import Situation, Stateful, save
 from oomph.search.block_timer import BlockTimer
 from oomph.search.planner import Planner, make_planner
-from oomph.splitting import catch_up, prove_split, skeleton
+from oomph.splitting import catch_up, prove_split, prove_split_of_another, skeleton
 from oomph.techniques.autocast import training_modes
 from oomph.techniques.loss_split import LossSplit
 from oomph.techniques.micro_batch import ADVICE, TENSOR, LossChanged
@@ -218,9 +218,10 @@ class Run:
         log.info("the loss is computed otherwise than before: looking at it again")
         assert isinstance(job.model, nn.Module)
         catch_up(job.model, self._stage.model)
-        split = prove_split(
+        split = prove_split_of_another(
             dataclasses.replace(job, batch=batch),
             _gpu_of(self._device),
+            weigher.split,
             caches=self.plan.choices.generation_cache,
         )
         if split.whole_because:
@@ -324,7 +325,10 @@ class Run:
             return weigher.split if weigher is not None else None
         job = dataclasses.replace(job, batch=batch)
         caches = self.plan.choices.generation_cache
-        split = prove_split(job, _gpu_of(self._device), evaluating=True, caches=caches)
+        before = weigher.split if weigher is not None else None
+        split = prove_split_of_another(
+            job, _gpu_of(self._device), before, evaluating=True, caches=caches
+        )
         if split.whole_because:
             raise BadInput(
                 "the loss of this batch cannot be computed in parts in evaluation"

@@ -82,15 +82,17 @@ def prove_split(
     """How the job's batch may be split; it stays whole if nothing can be proved.
 
     `evaluating` asks for the loss in evaluation mode instead of training mode. Without `caches` the
-    model keeps no generation cache, as in plans: models look for packed rows then.
+    model keeps no generation cache, as in plans: models look for packed rows then. The tensors with
+    an entry for each sample are those that the job names, if it names any.
     """
     mode = _Mode(evaluating=evaluating, caches=caches)
-    batch = make_batch(job)
-    samples = batch_size(batch)
+    batch, named = make_batch(job), job.sample_tensors
+    samples = batch_size(batch, named)
     if samples < 2:
         return LossSplit(whole_because="it has one sample")
     plain = dataclasses.replace(job, batch=batch, checkpointing="none", micro_batch=None)
-    candidates = as_long_as(batch, samples)
+    long = as_long_as(batch, samples)
+    candidates = long if named is None else long & frozenset(named)
     try:
         first = _Forward.of(plain, gpu, batch, samples, mode=mode)
     except CannotRehearse as error:
@@ -101,6 +103,8 @@ def prove_split(
         return LossSplit(whole_because=_what_is_written(first.written))
     found = _prove(plain, gpu, first, batch, candidates, mode)
     if not found.whole_because:
+        return dataclasses.replace(found, others=long - candidates)
+    if named is not None:
         return found
     others = []
     for doubt in _doubtful(batch, candidates):
@@ -112,6 +116,28 @@ def prove_split(
             whole_because="more than one of its tensors may be the one that is no sample's"
         )
     return others[0] if others else found
+
+
+def prove_split_of_another(
+    job: Job,
+    gpu: GPU | None,
+    before: LossSplit | None,
+    *,
+    evaluating: bool = False,
+    caches: bool = True,
+) -> LossSplit:
+    """The same for a later batch than the one that an earlier analysis saw.
+
+    Tensors that had an entry for each sample before are tried alone first: another may be as long
+    as this batch by chance.
+    """
+    paths = {keystr(path) for path, _ in tree_flatten_with_path(make_batch(job))[0]}
+    if before is not None and before.leaves and paths.issuperset(before.leaves):
+        known = dataclasses.replace(job, sample_tensors=before.leaves)
+        found = prove_split(known, gpu, evaluating=evaluating, caches=caches)
+        if not found.whole_because:
+            return found
+    return prove_split(job, gpu, evaluating=evaluating, caches=caches)
 
 
 def _prove(
