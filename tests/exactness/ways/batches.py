@@ -286,7 +286,8 @@ def square_masks_beside_samples() -> Training:
 @way()
 def queries_as_long_as_a_later_batch() -> Training:
     """Queries that come with each batch and belong to no sample; two, as the third has samples."""
-    batches = [{**one, "queries": numbers(2, WIDTH, seed=7)} for one in texts(sizes=(6, 5, 2, 4, 3))]
+    queries = numbers(2, WIDTH, seed=7)
+    batches = [{**one, "queries": queries} for one in texts(sizes=(6, 5, 2, 4, 3))]
 
     class Asked(Tokens):
         def forward(self, ids: Tensor, queries: Tensor) -> Tensor:  # type: ignore[override]
