@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -230,3 +231,38 @@ def test_a_view_of_a_real_tensor_is_that_tensor_in_a_rehearsal_too() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         written = find_written(nn.Linear(4, 4), run, [("the loss", loss)])
     assert written == Written(tensors=("the loss.table",), elsewhere=("aten.zero_.default",))
+
+
+def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
+    count = [0]
+
+    @functools.wraps(function)
+    def counted(*args: Any) -> Any:
+        count[0] += 1
+        return function(*args)
+
+    return counted
+
+
+def test_what_a_decorator_keeps_is_seen() -> None:
+    class Decorated(nn.Linear):
+        @_counting
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = Decorated(2, 2)
+    (place,) = find_written(model, lambda: model(torch.ones(1, 2))).attributes
+    assert "count" in place
+
+
+def test_a_method_that_wraps_one_of_a_tensor_is_looked_at_like_any_other() -> None:
+    class Wrapping(nn.Linear):
+        @functools.wraps(Tensor.sum)
+        def total(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.total(super().forward(x))
+
+    model = Wrapping(2, 2)
+    assert not find_written(model, lambda: model(torch.ones(1, 2)))

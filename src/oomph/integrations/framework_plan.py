@@ -30,7 +30,7 @@ from oomph.runs.run import enforce
 from oomph.runs.training import card_of
 from oomph.search.option_profiles import OptionProfiles
 from oomph.search.planner import Planner, make_planner
-from oomph.splitting import prove_split
+from oomph.splitting import prove_split_of_another
 from oomph.techniques.autocast import autocast
 from oomph.techniques.gradient_hooks import why_whole_for_hooks
 from oomph.techniques.loss_split import LossSplit
@@ -361,7 +361,9 @@ class Fitted:
         try:
             job = dataclasses.replace(self.job, batch=batch)
             with self.plain_model():
-                split = prove_split(job, card_of(self.device), choices=self.plan.choices)
+                split = prove_split_of_another(
+                    job, card_of(self.device), split, choices=self.plan.choices
+                )
         finally:
             self._apply(split)
         _refuse_whole(split)

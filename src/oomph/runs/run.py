@@ -54,7 +54,7 @@ from oomph.runs.loading import Resumed, Stored, load, load_state
 from oomph.runs.saving import Situation, Stateful, save
 from oomph.search.block_timer import BlockTimer
 from oomph.search.planner import Planner, make_planner
-from oomph.splitting import catch_up, prove_split, skeleton
+from oomph.splitting import catch_up, prove_split, prove_split_of_another, skeleton
 from oomph.techniques.autocast import training_modes
 from oomph.techniques.loss_split import LossSplit
 from oomph.techniques.micro_batch import ADVICE, TENSOR, LossChanged
@@ -219,9 +219,10 @@ class Run:
         log.info("the loss is computed otherwise than before: looking at it again")
         assert isinstance(job.model, nn.Module)
         catch_up(job.model, self._stage.model)
-        split = prove_split(
+        split = prove_split_of_another(
             dataclasses.replace(job, batch=batch),
             _gpu_of(self._device),
+            weigher.split,
             choices=self.plan.choices,
         )
         if split.whole_because:
@@ -325,7 +326,8 @@ class Run:
             return weigher.split if weigher is not None else None
         job = dataclasses.replace(job, batch=batch)
         gpu, choices = _gpu_of(self._device), self.plan.choices
-        split = prove_split(job, gpu, evaluating=True, choices=choices)
+        before = weigher.split if weigher is not None else None
+        split = prove_split_of_another(job, gpu, before, evaluating=True, choices=choices)
         if split.whole_because:
             raise BadInput(
                 "the loss of this batch cannot be computed in parts in evaluation"

@@ -81,15 +81,17 @@ def prove_split(
     """How the job's batch may be split; it stays whole if nothing can be proved.
 
     `evaluating` asks for the loss in evaluation mode instead of training mode. Of the `choices` of
-    a plan, those techniques count with which the model's own code takes other paths.
+    a plan, those techniques count with which the model's own code takes other paths. The tensors
+    with an entry for each sample are those that the job names, if it names any.
     """
     mode = _Mode(evaluating=evaluating, choices=altering_forward(choices or Choices()))
-    batch = make_batch(job)
-    samples = batch_size(batch)
+    batch, named = make_batch(job), job.sample_tensors
+    samples = batch_size(batch, named)
     if samples < 2:
         return LossSplit(whole_because="it has one sample")
     plain = dataclasses.replace(job, batch=batch, checkpointing="none", micro_batch=None)
-    candidates = as_long_as(batch, samples)
+    long = as_long_as(batch, samples)
+    candidates = long if named is None else long & frozenset(named)
     try:
         first = _Forward.of(plain, gpu, batch, samples, mode=mode)
     except CannotRehearse as error:
@@ -100,6 +102,8 @@ def prove_split(
         return LossSplit(whole_because=_what_is_written(first.written))
     found = _prove(plain, gpu, first, batch, candidates, mode)
     if not found.whole_because:
+        return dataclasses.replace(found, others=long - candidates)
+    if named is not None:
         return found
     others = []
     for doubt in _doubtful(batch, candidates):
@@ -111,6 +115,28 @@ def prove_split(
             whole_because="more than one of its tensors may be the one that is no sample's"
         )
     return others[0] if others else found
+
+
+def prove_split_of_another(
+    job: Job,
+    gpu: GPU | None,
+    before: LossSplit | None,
+    *,
+    evaluating: bool = False,
+    choices: Choices | None = None,
+) -> LossSplit:
+    """The same for a later batch than the one that an earlier analysis saw.
+
+    Tensors that had an entry for each sample before are tried alone first: another may be as long
+    as this batch by chance.
+    """
+    paths = {keystr(path) for path, _ in tree_flatten_with_path(make_batch(job))[0]}
+    if before is not None and before.leaves and paths.issuperset(before.leaves):
+        known = dataclasses.replace(job, sample_tensors=before.leaves)
+        found = prove_split(known, gpu, evaluating=evaluating, choices=choices)
+        if not found.whole_because:
+            return found
+    return prove_split(job, gpu, evaluating=evaluating, choices=choices)
 
 
 def _prove(

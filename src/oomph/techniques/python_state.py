@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import array
 import functools
-import inspect
 import random
 import sys
 import sysconfig
@@ -456,12 +455,23 @@ _IGNORED = frozenset({*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layo
 def _own_functions(kind: type) -> tuple[tuple[str, types.FunctionType], ...]:
     """The functions of a class and of those it is made of, by name, but for PyTorch's."""
     return tuple(
-        (name, inspect.unwrap(function))
+        (name, unwrapped)
         for one in kind.__mro__
         if not _belongs_to_others(one)
         for name, value in vars(one).items()
         for function in _functions_of(value)
+        for unwrapped in _unwrapped(function)
     )
+
+
+def _unwrapped(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """What a function wraps, down to the last one written in Python, and the user's wrappers."""
+    while isinstance(inside := getattr(function, "__wrapped__", None), types.FunctionType):
+        # A wrapper goes by the module of what it wraps.
+        if _is_from_program(str(function.__globals__.get("__name__"))):
+            yield function
+        function = inside
+    yield function
 
 
 def _functions_of(value: Any) -> tuple[types.FunctionType, ...]:

@@ -331,6 +331,29 @@ def square_masks_beside_samples() -> Training:
 
 
 @way()
+def queries_as_long_as_a_later_batch() -> Training:
+    """Queries that come with each batch and belong to no sample; two, as the third has samples."""
+    queries = numbers(2, WIDTH, seed=7)
+    batches = [{**one, "queries": queries} for one in texts(sizes=(6, 5, 2, 4, 3))]
+
+    class Asked(Tokens):
+        def forward(self, ids: Tensor, queries: Tensor) -> Tensor:  # type: ignore[override]
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x)
+            found = (queries @ x.mT).softmax(-1) @ x
+            logits: Tensor = self.head(found)
+            return logits
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["ids"], batch["queries"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, :2].flatten())
+
+    model = Asked()
+    return Training(model=model, loss=loss, optimizer=momentum(model), batches=batches)
+
+
+@way()
 def other_lengths_in_each_batch() -> Training:
     """Padded to the longest of each batch, the first being the longest; words by a plain mean."""
 
