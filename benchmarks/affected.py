@@ -76,7 +76,7 @@ def nearest_first(module: Path, root: Path = ROOT) -> list[Path]:
 
     def likeness(test: Path) -> float:
         shared = [math.log(len(_tests(root)) / uses[word]) ** 2 for word in words & _words(test)]
-        return (2 if here in test.parents else 1) * sum(shared) / len(_words(test)) ** 0.5
+        return (2 if here in test.parents else 1) * sum(shared) / math.sqrt(len(_words(test)))
 
     def order(test: Path) -> tuple[bool, float, Path]:
         return far[test] > 0, -likeness(test) / far[test] if far[test] else 0.0, test
