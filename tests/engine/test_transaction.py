@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -615,6 +616,17 @@ def test_copies_come_back_whatever_shape_and_type_they_have(
     assert copies.nbytes == sum(tensor.nbytes for tensor in tensors)
     copies.keep([])
     assert copies.nbytes == 0
+
+
+def test_copies_that_are_done_make_room_for_others() -> None:
+    def queued(*done: bool) -> Any:
+        return [(1, SimpleNamespace(query=lambda one=one: one)) for one in done]
+
+    for before, after in (((True,), 0), ((True, True, False, True), 2), ((False, True), 2)):
+        copies = HostCopies()
+        copies._queued.extend(queued(*before))
+        copies._begin_more()
+        assert len(copies._queued) == after
 
 
 def test_what_keeps_still_is_copied_once() -> None:

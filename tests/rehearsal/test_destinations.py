@@ -363,6 +363,17 @@ def test_programs_are_told_what_is_so_with_a_gpu() -> None:
             assert eval(question, names()), question
 
 
+def test_a_data_parallel_model_has_the_tensors_it_is_given_moved_to_the_card() -> None:
+    class Takes(nn.Linear):
+        def forward(self, x: torch.Tensor, scale: float, **more: torch.Tensor) -> torch.Tensor:
+            assert x.is_cuda and more["shift"].is_cuda
+            return super().forward(x) * scale + more["shift"]
+
+    with pretend(GPU), stand_ins(len):
+        out = nn.DataParallel(Takes(3, 2).cuda())(torch.ones(4, 3), 2.0, shift=torch.ones(2))
+        assert out.is_cuda and out.shape == (4, 2)
+
+
 def test_an_old_type_as_default_is_that_of_tensors_made_the_old_way() -> None:
     with new_tensors_as_before(), pretend(GPU) as recorder:
         torch.set_default_tensor_type("torch.cuda.FloatTensor")

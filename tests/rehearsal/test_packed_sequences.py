@@ -9,10 +9,12 @@ import torch
 from cpu_truth import measure, predict
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph.hardware import find_gpu
 from oomph.jobs.job import Job
 from oomph.rehearsal.phases import rehearse
+from oomph.rehearsal.world import pretend
 
 LENGTHS = (9, 7, 7, 3, 1)
 
@@ -57,6 +59,34 @@ def test_on_a_gpu_a_packed_layer_takes_memory_by_its_steps(kind: Any) -> None:
 
     few, many = reserve(job_of(kind, *LENGTHS)), reserve(job_of(kind, 9, 9, 9, 9, 9))
     assert few < many < 2 * few
+
+
+class Copies(TorchDispatchMode):
+    """Notes the sizes of what is copied into other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"), [((5, 3, 3), [18, 4]), ((4, 4), [16]), ((1,), [2]), ((3, 2), [8, 2])]
+)
+def test_each_run_of_equal_batch_sizes_is_copied_once(
+    lengths: tuple[int, ...], sizes: list[int]
+) -> None:
+    with pretend(find_gpu("h200")):
+        x = torch.ones(len(lengths), max(lengths), 2, device="cuda")
+        packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=True)
+        with Copies() as copies:
+            padded, _ = pad_packed_sequence(packed, batch_first=True)
+        assert padded.shape == x.shape
+        assert copies.sizes == sizes
 
 
 def test_lengths_that_nobody_knows_are_taken_for_the_longest() -> None:

@@ -317,7 +317,11 @@ def test_an_elastic_run_plans_for_a_longer_batch_and_comes_back(fallbacks: Fallb
     run = elastic_run(fallbacks, Elastic(patience=2))
     longer = a_batch(length=48)
     batches = [BATCHES[0], longer, *BATCHES[1:6]]
-    losses = [run.step(batch) for batch in batches]
+    losses, lengths = [], []
+    for batch in batches:
+        losses.append(run.step(batch))
+        lengths.append(run._adapting.fallback.plan.made_for.batch[0][1])
+    assert lengths == [32, 48, 48, 48, 32, 32, 32], "it is planned for what comes"
     plain = elastic_run(fallbacks)
     plain_losses = []
     for batch in batches:

@@ -477,6 +477,16 @@ def test_weights_may_lie_in_memory_in_another_order_than_when_saved(
     assert plain.optimizer_state["state"][at]["exp_avg"].stride() == model.conv.weight.stride()
 
 
+@pytest.mark.parametrize("permuted", [True, False])
+def test_the_order_in_memory_is_written_down_of_weights_that_lie_in_another(
+    permuted: bool, tmp_path: Path
+) -> None:
+    path = start(Choices(), lambda: Pictures(permuted)).save(tmp_path)
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    expected = {"conv.weight": [18, 1, 6]} if permuted else {}
+    assert manifest["content"]["model"]["strides"] == expected
+
+
 class CountsInItsState(torch.optim.SGD):
     """Keeps a count of its steps, and a tensor, by words."""
 

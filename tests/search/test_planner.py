@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from oomph.plans.precisions import Precision
 from oomph.rehearsal.allocator import AllocatorSettings
 from oomph.rehearsal.estimation import Estimate, estimate, judge
 from oomph.rehearsal.phases import PHASES, rehearse
-from oomph.search.candidates import Candidate, PartTimes, Verdict, least_seconds
+from oomph.search.candidates import Candidate, PartTimes, Verdict, kind_of, least_seconds
 from oomph.search.planner import Planner, plan
 from oomph.search.refining import Tried
 
@@ -524,3 +525,78 @@ class TestPlansThatAQuickCheckPassed:
         quick = QuickChecked({0.2}, {0.1: 0.15}, taken=50)
         assert quick.confirmed(host=49) == 0.2
         assert quick.confirmed(host=50) == 0.15
+
+
+def candidate(seconds: float, **choices: Any) -> Candidate:
+    nothing: Any = None
+    return Candidate(
+        seconds=seconds,
+        number=int(seconds),
+        profiles=nothing,
+        solution=nothing,
+        choices=Choices(**choices),
+    )
+
+
+class Profiled:
+    """A planner that has these candidates, and gets one more with each size it profiles."""
+
+    def __init__(self, *candidates: Candidate, more: dict[int | None, Candidate]) -> None:
+        self.profiles = [SimpleNamespace(choices=Choices())]
+        self._candidates, self._more = list(candidates), more
+        self._leaving = self._refuses_capture = False
+        self._like = None
+        self._put_off: dict[int | None, float] = {None: 1.0, 8: 2.0}
+        self._unprofiled: list[int | None] = [4, 2, 1]
+
+    def _solutions(self, profiles: Any, rooms: Any) -> list[Candidate]:
+        return self._candidates
+
+    def _expected(self, one: Candidate) -> float:
+        return one.seconds
+
+    def _has_no_room_for_gradients(self, size: int | None) -> bool:
+        return size == 4
+
+    def _profile_size(self, size: int | None) -> None:
+        assert size != 4
+        self._candidates += [self._more[size]] if size in self._more else []
+
+    def _fastest(self, rooms: Any, without: set[str], but: Any = None) -> Candidate | None:
+        planner: Any = self
+        return Planner._fastest(planner, rooms, without, but)
+
+    def of_more(self) -> Candidate | None:
+        planner: Any = self
+        return Planner._fastest_of_more(planner, {}, set())
+
+
+class TestTheFastestCandidate:
+    fast, slow = candidate(1, compiled=True), candidate(3)
+    split, graph = candidate(2, micro_batch=2), candidate(0, cuda_graph=True)
+
+    def test_is_one_that_was_not_checked(self) -> None:
+        planner = Profiled(self.slow, self.fast, more={})
+        assert planner._fastest({}, set()) is self.fast
+        assert planner._fastest({}, {str(self.fast.choices)}) is self.slow
+        assert planner._fastest({}, {str(one.choices) for one in (self.fast, self.slow)}) is None
+
+    def test_is_of_another_kind_where_that_is_asked_for(self) -> None:
+        planner = Profiled(self.slow, self.fast, self.graph, more={})
+        but = kind_of(self.graph.choices)
+        assert planner._fastest({}, set(), but=but) is self.fast
+        assert planner._fastest({}, set(), but=kind_of(self.fast.choices)) is self.graph
+        assert planner._fastest({}, {str(self.fast.choices)}, but=but) is self.slow
+
+    def test_captures_no_forward_that_refuses_it(self) -> None:
+        planner = Profiled(self.graph, self.fast, more={})
+        assert planner._fastest({}, set()) is self.graph
+        planner._refuses_capture = True
+        assert planner._fastest({}, set()) is self.fast
+
+    def test_is_found_among_sizes_that_were_left_out_where_there_is_no_other(self) -> None:
+        planner = Profiled(more={2: self.split, 1: self.slow})
+        assert planner.of_more() is self.split
+        assert planner._unprofiled == [1], "one size after the other, but for those put off"
+        assert Profiled(more={8: self.slow}).of_more() is self.slow
+        assert Profiled(more={}).of_more() is None

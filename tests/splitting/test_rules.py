@@ -223,6 +223,8 @@ SPLIT: dict[str, Tail] = {
         zero_infinity=True,
     ),
     "linear": lambda o, b, m: F.linear(o, m.square, m.vector).square().mean(),
+    "steps one by one": lambda o, b, m: sum(step.square().mean() for step in o.unbind(1)),
+    "numbers one by one": lambda o, b, m: torch.stack(o.unbind(2)[::2]).square().mean(),
     "matmul": lambda o, b, m: (o @ m.square).square().mean(),
     "matmul from the left": lambda o, b, m: (m.kernel[:, :, 0] @ o).square().mean(),
     "bmm of a sample with itself": lambda o, b, m: torch.bmm(o, b["y"].mT).square().mean(),

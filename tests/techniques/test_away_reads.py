@@ -20,6 +20,7 @@ from oomph.memory.link import InstantLink, Link
 from oomph.techniques.disk_weights import OnDisk
 from oomph.techniques.recompute import recompute
 from oomph.techniques.streamed_weights import StreamedWeights
+from oomph.techniques.watched_tensors import is_watched
 
 WIDTH = 6
 LINKS: dict[str, Callable[[], Link]] = {"at once": InstantLink, "late": DeferredLink}
@@ -69,6 +70,22 @@ def test_a_weight_is_read_as_if_it_were_here(how: str, grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         ours, theirs = READS[how](net[1].weight), READS[how](make()[1].weight)
     assert ours == theirs if not isinstance(ours, Tensor) else torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_so_it_is_after_a_backward(recomputed: bool) -> None:
+    net, streamed = away()
+    plain = make()
+    for at in (1, 2):
+        if recomputed:
+            recompute(net[at])
+    for _ in range(3):
+        net(torch.ones(2, WIDTH)).sum().backward()
+        for at in (1, 2):
+            assert is_watched(net[at].weight) and is_watched(net[at].bias)
+            assert torch.equal(net[at].weight * 2, plain[at].weight * 2)
+    streamed.undo()
+    assert not is_watched(net[1].weight)
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from oomph.techniques import disk_state
-from oomph.techniques.watched_tensors import is_watched, own_work
+from oomph.techniques.begun_step import BegunStep
+from oomph.techniques.watched_tensors import is_watched, own_work, unwatch
 
 CLIPPED = Recipe(clip_norm=0.3)
 
@@ -210,6 +211,33 @@ def test_memory_that_somebody_holds_is_stepped_at_once() -> None:
         training.step(step)
         theirs.step(step)
         assert torch.equal(held, theirs.model.norm.weight)
+
+
+class Owner:
+    """Whoever steps: notes what may have been written to unseen."""
+
+    def __init__(self) -> None:
+        self.changed: list[tuple[Tensor, bool]] = []
+
+    def have_stepped(self, leaves: Any) -> None:
+        """There is nothing to step."""
+
+    def may_have_changed(self, leaf: Tensor, in_forward: bool) -> None:
+        self.changed.append((leaf, in_forward))
+
+
+def test_only_who_holds_the_memory_of_a_copied_weight_may_write_unseen() -> None:
+    owner, weight, other = Owner(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    begun = BegunStep(owner.have_stepped, owner.may_have_changed)
+    begun.watch([other], copied=[weight])
+    assert (weight * 2).sum() == 6 and other.detach().sum() == 3
+    assert not owner.changed
+    held = weight.detach()
+    assert [(leaf is weight, in_forward) for leaf, in_forward in owner.changed] == [(True, False)]
+    assert is_watched(weight), "what comes next is seen, too"
+    del owner
+    assert torch.equal(weight.detach(), held), "nobody is left to be told"
+    unwatch(weight)
 
 
 def test_undone_everything_is_plain_again() -> None:
