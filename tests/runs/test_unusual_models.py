@@ -71,7 +71,8 @@ def assert_trains_as_plainly(name: str, make: Make, loss: Loss, batches: list[An
     for batch in batches:
         run.step(batch)
     run.undo()
-    for (path, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+    pairs = zip(model.named_parameters(), expected.named_parameters(), strict=True)
+    for (path, one), (_, other) in pairs:
         torch.testing.assert_close(one, other, msg=lambda text, path=path: f"{path}: {text}")
 
 
@@ -391,3 +392,44 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused_before_anything_i
     apply(
         plan_with(Choices(), model, usual, batch), Job(model, square_loss, usual, batch, name="net")
     ).undo()
+
+
+class KeepsGradients(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight.grad = None if weight.grad is None else weight.grad * 0.5
+
+
+def test_an_optimizer_that_goes_on_with_earlier_gradients_is_refused() -> None:
+    model = Net()
+    optimizer = KeepsGradients(model.parameters(), 0.1)
+    batch = rows()[0]
+    plan = plan_with(Choices(), model, optimizer, batch)
+    with pytest.raises(BadInput, match=r"KeepsGradients\.zero_grad leaves something .* state"):
+        apply(plan, Job(model, square_loss, optimizer, batch, name="net"))
+
+
+class WithReference(nn.Module):
+    """A policy and a frozen copy of it; `parameters` gives those of the policy alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = Net(), Net().requires_grad_(False)
+        self.blocks = self.policy.blocks
+        for block in (*self.policy.blocks, *self.reference.blocks):
+            block.dropout.p = 0.0  # parts draw masks of their own
+
+    def parameters(self) -> Any:  # type: ignore[override]
+        return self.policy.parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.policy(x) - self.reference(x)
+
+
+@pytest.mark.parametrize("name", [*CHOICES, "fit"])
+def test_a_model_may_say_itself_which_its_parameters_are(name: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = WithReference()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    assert_trains_as_plainly(name, make, square_loss, rows())

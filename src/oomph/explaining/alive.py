@@ -28,7 +28,7 @@ from oomph.torch_compat.autograd import SAVED
 from oomph.torch_compat.compiler import ORIGINAL
 from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
 from oomph.torch_compat.fake_tensors import FakeTensor
-from oomph.torch_compat.modules import PARAMETERS
+from oomph.torch_compat.modules import PARAMETERS, own_buffers, own_parameters
 
 #: Held by Python alone: outputs in a list, a batch, a copy of the weights.
 KEPT = "kept"
@@ -194,10 +194,10 @@ def _file_model(root: nn.Module, ledger: _Ledger) -> None:
         return
     for path, module in root.named_modules():
         path = path.replace(ORIGINAL, "").strip(".") or type(root).__name__
-        parameters = list(module.parameters(recurse=False))
+        parameters = own_parameters(module)
         ledger.file(parameters, Category.PARAMETER, path)
         ledger.file((p.grad for p in parameters if p.grad is not None), Category.GRADIENT, path)
-        ledger.file(module.buffers(recurse=False), Category.BUFFER, path)
+        ledger.file(own_buffers(module), Category.BUFFER, path)
 
 
 def _weigh_holders(holders: Sequence[Holder], ledger: _Ledger) -> list[Held]:

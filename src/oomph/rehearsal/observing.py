@@ -31,6 +31,7 @@ from oomph.rehearsal.storages import tensors_in
 from oomph.rehearsal.timeline import Category
 from oomph.techniques.watched_tensors import own_work
 from oomph.torch_compat.compiler import ORIGINAL
+from oomph.torch_compat.modules import own_buffers, own_parameters
 from oomph.units import format_bytes
 
 #: Phases in the order they begin; a script that evaluates switches to "eval" and back.
@@ -277,6 +278,6 @@ def mark_model(model: nn.Module, recorder: Recorder) -> None:
     """File parameters and buffers under the modules that own them."""
     with own_work():
         for path, module in model.named_modules():
-            parameters = list(module.parameters(recurse=False))
+            parameters = own_parameters(module)
             recorder.categorise(parameters, Category.PARAMETER, module=path)
-            recorder.categorise(list(module.buffers(recurse=False)), Category.BUFFER, module=path)
+            recorder.categorise(own_buffers(module), Category.BUFFER, module=path)

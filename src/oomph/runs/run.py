@@ -59,7 +59,8 @@ from oomph.techniques.autocast import training_modes
 from oomph.techniques.loss_split import LossSplit
 from oomph.techniques.micro_batch import ADVICE, TENSOR, LossChanged
 from oomph.techniques.technique import Undo
-from oomph.torch_compat.modules import buffers_of
+from oomph.techniques.zero_grad import why_gradients_stay
+from oomph.torch_compat.modules import buffers_of, own_parameters
 from oomph.torch_compat.pytree import tree_map
 from oomph.units import parse_bytes
 
@@ -546,6 +547,7 @@ def _apply(
             model.to(target)
         optimizer = _optimizer_of(job, model)
         _refuse_closures(optimizer)
+        _refuse_kept_gradients(optimizer)
         _check_ownership(model, optimizer)
         card = _gpu_of(target)
         name, gpu = plan.made_for.job, card.name if card is not None else None
@@ -768,7 +770,7 @@ def _as_it_was(model: Any) -> Iterator[Callable[[], None]]:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     buffers = [dict(buffers_of(module)) for module in modules]
-    weights = [(weight, weight.data) for module in modules for weight in module.parameters(False)]
+    weights = [(weight, weight.data) for module in modules for weight in own_parameters(module)]
 
     def forget_unchanged() -> None:
         weights[:] = [(weight, data) for weight, data in weights if weight.dtype != data.dtype]
@@ -821,6 +823,15 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
             f"a step of {type(optimizer).__name__} has to be given a closure, with which it"
             " computes the loss itself; a run computes it once for each step: choose another"
             " optimizer"
+        )
+
+
+def _refuse_kept_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that goes on with gradients of the step before."""
+    if why := why_gradients_stay(optimizer):
+        raise BadInput(
+            f"{why}, and a run begins each step without gradients: keep in the optimizer's state"
+            " what a later step needs"
         )
 
 

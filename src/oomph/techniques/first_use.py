@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from oomph.techniques.batch_calls import unwatched
+from oomph.torch_compat.modules import own_parameters
 
 #: Modules that hold others and are never called themselves.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -83,7 +84,7 @@ def _find_units(model: nn.Module, blocks: set[nn.Module]) -> list[_Unit]:
             return
         seen.add(module)
         if isinstance(module, _CONTAINERS):
-            parent.parameters += module.parameters(recurse=False)
+            parent.parameters += own_parameters(module)
             unit = parent
         else:
             unit = _Unit(module=module)
@@ -91,7 +92,7 @@ def _find_units(model: nn.Module, blocks: set[nn.Module]) -> list[_Unit]:
             if module in blocks or not (module is model or _holds_any(module, blocks)):
                 unit.parameters += module.parameters()
                 return
-            unit.parameters += module.parameters(recurse=False)
+            unit.parameters += own_parameters(module)
         for child in module.children():
             visit(child, unit)
 

@@ -17,6 +17,7 @@ from oomph.errors import BadInput
 from oomph.memory.link import Copy
 from oomph.techniques.watched_tensors import own_work
 from oomph.torch_compat.dispatch import is_traceable_wrapper_subclass
+from oomph.torch_compat.modules import own_parameters
 from oomph.torch_compat.storages import cdata_of
 
 #: Weights begin at multiples of this many bytes, where kernels read them fastest.
@@ -185,8 +186,8 @@ def find_blocks(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
 def streamed_by(model: nn.Module, blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
     """The parameters that only the blocks use."""
     inside = {module for block in blocks for module in block.modules()}
-    outside = {p for m in model.modules() if m not in inside for p in m.parameters(recurse=False)}
-    streamed = {p for module in inside for p in module.parameters(recurse=False)} - outside
+    outside = {p for m in model.modules() if m not in inside for p in own_parameters(m)}
+    streamed = {p for module in inside for p in own_parameters(module)} - outside
     if not streamed:
         raise BadInput("the blocks have no weights of their own: there is nothing to stream")
     if plain := [p for p in streamed if is_traceable_wrapper_subclass(p)]:

@@ -134,6 +134,17 @@ forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = operator.attrgette
 )
 reparametrized = stateless._reparametrize_module
 
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """A module's own parameters, also where its class has a `parameters` that gives others."""
+    return [one for one in parameters_of(module).values() if one is not None]
+
+
+def own_buffers(module: nn.Module) -> list[Tensor]:
+    """A module's own buffers, likewise."""
+    return [one for one in buffers_of(module).values() if one is not None]
+
+
 #: Attribute names, for code that accesses them by name.
 PARAMETERS = "_parameters"
 BUFFERS = "_buffers"
