@@ -88,6 +88,23 @@ def test_so_it_is_after_a_backward(recomputed: bool) -> None:
     assert not is_watched(net[1].weight)
 
 
+def test_so_it_is_in_the_forward_after_a_backward_that_failed() -> None:
+    class Stop(RuntimeError):
+        pass
+
+    def stop(_: Tensor) -> None:
+        raise Stop
+
+    net, _ = away()
+    x = torch.ones(2, WIDTH)
+    hook = net[0].weight.register_hook(stop)  # the blocks behind it have had their backward
+    with pytest.raises(Stop):
+        net(x).sum().backward()
+    hook.remove()
+    net(x)
+    assert all(is_watched(net[at].weight) for at in (1, 2))
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda w: w.mul_(2),
     "data in place": lambda w: w.data.clamp_(-0.1, 0.1),
