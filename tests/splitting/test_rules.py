@@ -128,6 +128,13 @@ SPLIT: dict[str, Tail] = {
     "sum and penalty": lambda o, b, m: o.square().sum() + 3 * m.vector.abs().sum(),
     "mean and a number": lambda o, b, m: o.square().mean() + 1.5,
     "stacked terms": lambda o, b, m: torch.stack([o.sum(), o.square().mean()]).sum(),
+    "mean and classes of a weight": lambda o, b, m: (
+        o.square().mean() + F.cross_entropy(m.square, torch.arange(len(m.square)))
+    ),
+    "classes of a weight and of samples": lambda o, b, m: (
+        F.cross_entropy(m.square, torch.arange(len(m.square)))
+        + F.cross_entropy(o.flatten(0, 1), b["ids"].flatten() % WIDTH)
+    ),
     "masked mean": lambda o, b, m: (o.square().sum(2) * b["mask"]).sum() / b["mask"].sum(),
     "masked mean of floats": lambda o, b, m: (
         (o.sum(2) * b["mask"].double()).mean() / b["mask"].double().mean()

@@ -929,6 +929,7 @@ class _Analysis:
             calls=tuple((call.name, bool(_IN_A_LIST.search(call.module))) for call in numbered),
             totals=frozenset(totals),
             means=sum(self._needs.get(at, ("", None))[0] == "targets" for at in needs),
+            plain_means=self._plain_means(),
             sizes=self._sizes(),
             grown=grown,
             rescaled=rescaled,
@@ -937,6 +938,12 @@ class _Analysis:
             samples=self._first.trace.samples,
             sites=frozenset(self._first.calls.sites),
         )
+
+    def _plain_means(self) -> frozenset[int]:
+        """Which of the means over class targets, in order, are made without the batch's samples."""
+        means = (call for call in self._first.calls.calls if call.over_targets)
+        flows = (self._state.flows[call.place] for call in means if call.place is not None)
+        return frozenset(at for at, flow in enumerate(flows) if flow.kind is Kind.FREE)
 
     def _sizes(self) -> tuple[tuple[str, tuple[int, ...], bool], ...]:
         """For each call that takes sizes: which of its sizes grow with the samples."""

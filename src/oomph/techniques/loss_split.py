@@ -24,6 +24,8 @@ class LossSplit:
     """Which of these calls count the batch: their result is computed over the whole batch."""
     means: int = 0
     """The number of means over class targets; their targets are counted in the whole batch."""
+    plain_means: frozenset[int] = frozenset()
+    """Which means over class targets, in order, have no samples: they are the same in each part."""
     sizes: tuple[tuple[str, tuple[int, ...], bool], ...] = ()
     """Calls that shape the tensors from which the batch is counted, in order: their names, which of
     their arguments are sizes that grow with the samples, and whether the call may be missing."""

@@ -327,8 +327,13 @@ class _Part(_MeansOverTargets):
             ignored=_ignored(given),
             weight=given["weight"],
         )
-        summed: Tensor = func(**{**given, "reduction": "sum"})
-        self.means.append(self._weigher.divide(summed, mean, self._share))
+        split = self._weigher.split
+        is_plain = split is not None and mean.number in split.plain_means
+        if is_plain and mean.derived is None and not self._weigher.asks_the_job:
+            self.means.append(func(**given))
+        else:
+            summed: Tensor = func(**{**given, "reduction": "sum"})
+            self.means.append(self._weigher.divide(summed, mean, self._share))
         return self.means[-1]
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
