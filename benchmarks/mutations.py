@@ -99,35 +99,46 @@ def choose(mutations: Sequence[Mutation], count: int, seed: int) -> list[Mutatio
 def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Pieces of a program and what to put in their place."""
     for node in _code(tree):
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
-            yield node, f"(({left}) {_COMPARISONS[type(node.ops[0])]} ({right}))"
-        elif isinstance(node, ast.BoolOp):
-            word = " or " if isinstance(node.op, ast.And) else " and "
-            yield node, f"({word.join(f'({ast.unparse(value)})' for value in node.values)})"
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-            yield node, f"({ast.unparse(node.operand)})"
-        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            if not _is_text(node):
-                left, right = ast.unparse(node.left), ast.unparse(node.right)
-                yield node, f"(({left}) {_OPERATORS[type(node.op)]} ({right}))"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            yield node, str(not node.value)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-            yield node, str(node.value + 1)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in _FUNCTIONS:
-                yield node.func, _FUNCTIONS[node.func.id]
-        elif isinstance(node, ast.If | ast.While | ast.IfExp):
-            yield node.test, f"(not ({ast.unparse(node.test)}))"
-        elif isinstance(node, ast.Return) and node.value is not None:
-            if not isinstance(node.value, ast.Constant) and not _is_message(node.value):
-                yield node, "return None"
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            if not _is_untested(node.value):
-                yield node, "pass"
-        elif isinstance(node, ast.AugAssign | ast.Break | ast.Continue):
+        if isinstance(node, ast.stmt):
+            yield from _changes_of_statement(node)
+        elif isinstance(node, ast.expr):
+            yield from _changes_of_expression(node)
+
+
+def _changes_of_expression(node: ast.expr) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+        yield node, f"(({left}) {_COMPARISONS[type(node.ops[0])]} ({right}))"
+    elif isinstance(node, ast.BoolOp):
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        yield node, f"({word.join(f'({ast.unparse(value)})' for value in node.values)})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield node, f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS and not _is_text(node):
+        left, right = ast.unparse(node.left), ast.unparse(node.right)
+        yield node, f"(({left}) {_OPERATORS[type(node.op)]} ({right}))"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield node, str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield node, str(node.value + 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if node.func.id in _FUNCTIONS:
+            yield node.func, _FUNCTIONS[node.func.id]
+    elif isinstance(node, ast.IfExp):
+        yield node.test, f"(not ({ast.unparse(node.test)}))"
+
+
+def _changes_of_statement(node: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    if isinstance(node, ast.If | ast.While):
+        yield node.test, f"(not ({ast.unparse(node.test)}))"
+    elif isinstance(node, ast.Return) and node.value is not None:
+        if not isinstance(node.value, ast.Constant) and not _is_message(node.value):
+            yield node, "return None"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        if not _is_untested(node.value):
             yield node, "pass"
+    elif isinstance(node, ast.AugAssign | ast.Break | ast.Continue):
+        yield node, "pass"
 
 
 def _code(tree: ast.Module) -> Iterator[ast.AST]:

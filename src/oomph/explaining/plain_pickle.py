@@ -124,7 +124,7 @@ class _Reader:
         #: and its expanded size.
         self._tuples: dict[int, tuple[tuple[Any, ...], int, int]] = {}
 
-    def read(self) -> Any:
+    def read(self) -> Any:  # noqa: C901 - one loop without calls: snapshots have millions of ops
         """Run to the end; the remaining value is the result."""
         file, stack = self._file, self._stack
         memo, kept = self._memo, self._kept

@@ -78,35 +78,57 @@ class Choices:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "techniques", _those_on(self.techniques))
+        self._check_words()
+        self._check_counts()
+        self._check_optimizer()
+        self._check_weights_away()
+        for name, settings in self.techniques.items():
+            technique_named(name).check(settings, self)
+
+    def _check_words(self) -> None:
         if self.precision not in get_args(Precision):
             known = ", ".join(get_args(Precision))
             raise BadInput(f"a plan's precision is one of {known}, not {self.precision!r}")
         for path, how in self.blocks.items():
             if not isinstance(how, str) or not _HOW.fullmatch(how):
                 raise BadInput(f"{path} can be kept or recomputed, not {brief(how)}")
+        if self.optimizer_on not in get_args(Place):
+            raise BadInput(f"an optimizer is on gpu or host, not on {self.optimizer_on!r}")
+        if self.gradients_on not in get_args(Outside):
+            raise BadInput(f"gradients wait on host or disk, not on {self.gradients_on!r}")
+        if self.offloaded_to not in get_args(Outside):
+            raise BadInput(f"blocks are offloaded to host or disk, not to {self.offloaded_to!r}")
+        if self.weights not in get_args(Weights):
+            raise BadInput(f"weights are {' or '.join(get_args(Weights))}, not {self.weights!r}")
+
+    def _check_counts(self) -> None:
         if (self.loss_chunk is None) != (not self.head):
             raise BadInput("a chunk of the loss belongs to a head, and a head to a chunk")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise BadInput(f"a chunk of the loss has at least one row, not {self.loss_chunk}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise BadInput(f"a micro-batch has at least one sample, not {self.micro_batch}")
-        if self.optimizer_on not in get_args(Place):
-            raise BadInput(f"an optimizer is on gpu or host, not on {self.optimizer_on!r}")
-        if self.optimizer_on == "host" and self.optimizer_in_backward:
-            raise BadInput(
-                "an optimizer on the host is stepped in its own time, and not in backward"
-            )
-        if self.optimizer_on == "gpu" and (self.host_share or self.gradient_room is not None):
-            raise BadInput("the host has no share of an optimizer that is on the GPU")
-        if self.optimizer_on == "gpu" and self.disk_share:
-            raise BadInput("the disk has no share of an optimizer that is on the GPU")
-        if self.optimizer_on == "gpu" and self.gpu_share:
-            raise BadInput("all of an optimizer on the GPU is there: it has no share of its own")
         if self.state_ahead < 1:
             raise BadInput(f"at least one bucket of state comes ahead, not {self.state_ahead}")
         if self.state_early < 0:
             raise BadInput(f"no less than 0 buckets of state come early, not {self.state_early}")
-        self._check_weights_away()
+        if self.gradient_room is not None and self.gradient_room < 0:
+            raise BadInput(f"gradients cannot have {self.gradient_room} bytes")
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer_on == "host" and self.optimizer_in_backward:
+            raise BadInput(
+                "an optimizer on the host is stepped in its own time, and not in backward"
+            )
+        if self.optimizer_on == "gpu":
+            if self.host_share or self.gradient_room is not None:
+                raise BadInput("the host has no share of an optimizer that is on the GPU")
+            if self.disk_share:
+                raise BadInput("the disk has no share of an optimizer that is on the GPU")
+            if self.gpu_share:
+                raise BadInput(
+                    "all of an optimizer on the GPU is there: it has no share of its own"
+                )
         shares = {"host": self.host_share, "disk": self.disk_share, "GPU": self.gpu_share}
         for name, share in shares.items():
             if not 0 <= share <= 1:
@@ -117,16 +139,6 @@ class Choices:
                 f" {self.disk_share:.0%} on the disk and {self.gpu_share:.0%} on the GPU are more"
                 " than there is"
             )
-        if self.gradient_room is not None and self.gradient_room < 0:
-            raise BadInput(f"gradients cannot have {self.gradient_room} bytes")
-        if self.gradients_on not in get_args(Outside):
-            raise BadInput(f"gradients wait on host or disk, not on {self.gradients_on!r}")
-        if self.offloaded_to not in get_args(Outside):
-            raise BadInput(f"blocks are offloaded to host or disk, not to {self.offloaded_to!r}")
-        if self.weights not in get_args(Weights):
-            raise BadInput(f"weights are {' or '.join(get_args(Weights))}, not {self.weights!r}")
-        for name, settings in self.techniques.items():
-            technique_named(name).check(settings, self)
 
     def settings(self, technique: TechniqueInfo[S]) -> S:
         """What a technique is told; its defaults, which are off, where it is not named."""

@@ -224,23 +224,15 @@ class PythonState:
             for at, entry in enumerate(value[:MOST_ENTRIES]):
                 self._visit(f"{place}[{at}]", entry, is_own=False)
             return
-        if isinstance(value, torch.jit.ScriptModule):
-            return  # what it holds is not Python's
+        if isinstance(value, _NOT_PYTHONS):
+            return
         if isinstance(value, nn.Module):
             self._visit_module(place, value, is_own=is_own)
         elif (stream := _stream_of(place, value)) is not None:
             self._keep_stream(stream)
-        elif isinstance(value, (dict, list, set, deque)):
-            self._visit_container(place, value)
-        elif isinstance(value, _ARRAYS):
-            if _is_looked_at(value):
-                self._hold(_Array(place, value))
-        elif isinstance(value, ContextVar):
-            self._hold(_Variable(place, value))
-            self._visit(place, value.get(None), is_own=False)
-        elif not self._visit_callable(place, value) and not (
-            isinstance(value, (type, types.ModuleType)) or _belongs_to_others(kind)
-        ):
+        elif isinstance(value, _HOLDERS):
+            self._visit_holder(place, value)
+        elif not self._visit_callable(place, value) and not _belongs_to_others(kind):
             self._visit_object(place, value)
 
     def _keep_stream(self, stream: _Stream) -> None:
@@ -251,7 +243,15 @@ class PythonState:
             self._far_streams[id(stream.stream)] = stream
         self._streams.append(stream)
 
-    def _visit_container(self, place: str, value: Any) -> None:
+    def _visit_holder(self, place: str, value: Any) -> None:
+        if isinstance(value, _ARRAYS):
+            if _is_looked_at(value):
+                self._hold(_Array(place, value))
+            return
+        if isinstance(value, ContextVar):
+            self._hold(_Variable(place, value))
+            self._visit(place, value.get(None), is_own=False)
+            return
         if len(value) <= MOST_ENTRIES:
             self._hold(_Container(place, value))
             for entry in list(value.values() if isinstance(value, dict) else value):
@@ -444,10 +444,14 @@ class PythonState:
         self._holders.append(holder)
 
 
+#: What holds nothing that is Python's, or is looked at only where it is called.
+_NOT_PYTHONS = (torch.jit.ScriptModule, type, types.ModuleType)
 _OF_PYTHON = (types.FunctionType, types.MethodType)
 _CONTAINERS = (dict, list, set, deque, Counter, defaultdict)
 #: Numbers that can be written in place.
 _ARRAYS = (np.ndarray, array.array, bytearray)
+#: Containers, and what else holds values by itself.
+_HOLDERS = (dict, list, set, deque, *_ARRAYS, ContextVar)
 _IGNORED = frozenset({*_PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, range, slice})
 
 
