@@ -15,6 +15,7 @@ from oomph.rehearsal.cuda.autocast import (
     _FULL_PRECISION,
     _FULL_PRECISION_BY_DTYPE,
     _LOWER_PRECISION,
+    _REFUSED,
     _WIDEST_INPUT,
 )
 from oomph.rehearsal.recorder import Recorder
@@ -130,17 +131,28 @@ def test_ops_of_pytorchs_own_lists_answer_as_these_expect(
 
 
 #: What PyTorch registers for CUDA and no list here has: ops of cuDNN, and one that only raises.
-_NOT_CAST = {*_CUDNN, "binary_cross_entropy"}
+_NOT_CAST = set(_CUDNN)
 
 
 def test_the_lists_name_the_ops_that_pytorch_registers_for_cuda() -> None:
     listed = [*_LOWER_PRECISION, *_FULL_PRECISION, *_FULL_PRECISION_BY_DTYPE, *_WIDEST_INPUT]
+    listed += _REFUSED
     registered = {
         name.removeprefix("aten::")
         for name in all_op_names()
         if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
     }
     assert sorted(listed) == sorted(registered - _NOT_CAST)
+
+
+def test_what_cuda_refuses_under_autocast_is_refused(gpu: Recorder) -> None:
+    chances, labels = on_gpu(FP32, 8).sigmoid(), on_gpu(FP32, 8)
+    with torch.autocast("cuda", dtype=BF16):
+        with pytest.raises(RuntimeError, match="unsafe under autocast on a GPU"):
+            F.binary_cross_entropy(chances, labels)
+        F.binary_cross_entropy_with_logits(chances, labels)
+        with torch.autocast("cuda", enabled=False):
+            F.binary_cross_entropy(chances, labels)
 
 
 def _on_the_gpu(value: object) -> object:

@@ -164,6 +164,10 @@ _WIDEST_INPUT = [
 _AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
+#: Ops that fail under CUDA's autocast, and do not on the CPU.
+_REFUSED = ("binary_cross_entropy",)
+
+
 class WeightCache:
     """The lower-precision copies that autocast keeps of leaves that need a gradient."""
 
@@ -210,6 +214,7 @@ def cuda_autocast(on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
         (_FULL_PRECISION, casts.full),
         (_FULL_PRECISION_BY_DTYPE, casts.full_by_dtype),
         (_WIDEST_INPUT, casts.widest),
+        (_REFUSED, casts.refuse),
     )
     # PyTorch warns that its own kernels are replaced, which is intended.
     with replaced_kernels() as replace, no_warnings_here():
@@ -274,6 +279,20 @@ class _Casts:
 
         return _kernel(run)
 
+    def refuse(self, operator: Any) -> Callable[..., Any]:
+        """The op fails under CUDA's autocast, whatever it is given."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(value, Tensor) and self.on_gpu(value) for value in _flat(args)):
+                raise RuntimeError(
+                    f"{schema_of(operator).name.removeprefix('aten::')} is unsafe under autocast on"
+                    " a GPU, and PyTorch refuses it there: use the loss on logits, as"
+                    " binary_cross_entropy_with_logits, or leave autocast around the loss"
+                )
+            return operator(*args, **kwargs)
+
+        return _kernel(run)
+
     def _is_eligible(self, value: Any) -> bool:
         return (
             isinstance(value, Tensor)
@@ -297,6 +316,7 @@ def _backwards(cast: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
 def _cast_on_the_cpu_only() -> tuple[str, ...]:
     """Ops that the CPU's autocast casts and CUDA's does not, such as `cat`."""
     ours = {*_LOWER_PRECISION, *_FULL_PRECISION, *_FULL_PRECISION_BY_DTYPE, *_WIDEST_INPUT}
+    ours.update(_REFUSED)
     known = (name for name in all_op_names() if name.startswith("aten::"))
     return tuple(
         name.removeprefix("aten::")
