@@ -128,6 +128,23 @@ def test_what_an_unknown_mask_chooses_is_written_and_has_gradients(
 
 
 @pytest.mark.parametrize(
+    ("compare", "answer"),
+    [
+        (lambda drawn: drawn > 0.1, True),
+        (lambda drawn: drawn < 0.1, False),
+        (lambda drawn: drawn >= torch.tensor(0.9), True),
+        (lambda drawn: drawn < 0.5, False),
+        (lambda drawn: drawn * 2 > 0.1, False),  # nothing is known of what is computed from it
+    ],
+)
+def test_a_branch_by_a_drawn_number_is_taken_as_if_the_largest_was_drawn(
+    recorder: Recorder, device: str, compare: Any, answer: bool
+) -> None:
+    """As adapters leave themselves out at a rate, which is usually zero."""
+    assert bool(compare(torch.rand(1, device=device))) is answer
+
+
+@pytest.mark.parametrize(
     ("draw", "largest"),
     [
         (lambda on: torch.empty(1, device=on).uniform_(0.0, 1.0), 0),

@@ -382,6 +382,8 @@ SPLIT: dict[str, Tail] = {
 }
 
 WHOLE: dict[str, Tail] = {
+    "over a sum of a list": lambda o, b, m: o.square().sum() / sum(b["lengths"].tolist()),
+    "over a sum in numpy": lambda o, b, m: o.square().sum() / float(b["lengths"].numpy().sum()),
     "selected sum over another number": lambda o, b, m: (
         o[b["mask"]].sum() / (len(o[b["mask"]]) + 1)
     ),

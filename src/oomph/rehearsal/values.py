@@ -9,6 +9,7 @@ depends on them.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -175,6 +176,8 @@ class KnownValues:
                 self._forget_written(func, args, kwargs)
             if outputs[0].dtype is torch.bool and outputs[0].numel() == 1:
                 self._origin[storage_key(outputs[0])] = func
+                if (answer := self._compared_draw(func, args)) is not None:
+                    self._largest[storage_key(outputs[0])] = answer
             return
         for fake, value in zip(outputs, tensors_in(real), strict=True):
             if not mutates:
@@ -201,6 +204,8 @@ class KnownValues:
             origin = self._origin.get(storage_key(tensor))
             if origin in _ASSUMED_TRUTH:
                 return self.assume(_ASSUMED_TRUTH[origin], f"{_name(origin)}()", where)
+            if (answer := self._largest.get(storage_key(tensor))) is not None:
+                return self.assume(bool(answer), "a comparison of a number drawn at random", where)
             if origin in _COMPARISONS:
                 return self.assume(False, f"a comparison ({_name(origin)})", where)
             raise CannotRehearse(
@@ -214,6 +219,24 @@ class KnownValues:
         if tensor.is_floating_point():
             return self.assume(1.0, "a number read from a tensor", where)
         return self.assume(1, "a whole number read from a tensor", where)
+
+    def _compared_draw(self, func: Any, args: Sequence[Any]) -> bool | None:
+        """How a comparison ends if what is drawn is the largest that can be; None if unknown."""
+        if func not in _COMPARISONS:
+            return None
+        numbers = [self._number(one) for one in args[:2]]
+        if None in numbers:
+            return None
+        return bool(getattr(operator, func.overloadpacket.__name__)(*numbers))
+
+    def _number(self, value: Any) -> float | None:
+        if not isinstance(value, Tensor):
+            return float(value)
+        if (largest := self._largest.get(storage_key(value))) is not None:
+            return largest
+        real = self.of(value) if value.numel() == 1 else None
+        with disable_current_modes():
+            return float(real.item()) if real is not None else None
 
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         real_one, real_other = self.of(one), self.of(other)

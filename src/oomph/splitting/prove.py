@@ -643,8 +643,13 @@ class _Analysis:
             except Rescale as asked:
                 self._rescale(state, asked.seen)
                 return None, 0
-        for seen in self._first.calls.taken_out:
-            flow = state.flows.get(seen.place, FREE)
+        taken_out = self._first.calls.taken_out, self._second.calls.taken_out
+        if len({len(one) for one in taken_out}) > 1:
+            raise _Keep("the forward takes numbers of each sample out of PyTorch")
+        for seen, twin in zip(*taken_out, strict=True):
+            if seen.place not in state.flows:
+                state.put(seen.place, self._origin(seen, twin))  # no op has read it
+            flow = state.flows[seen.place]
             if not flow.is_whole:
                 raise _Keep("the forward takes numbers of the batch out of PyTorch")
             needed |= flow.needs
