@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
 from collections.abc import Callable, Collection
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from switched_on import allocator_conf
+from switched_on import allocator_conf, on
 from tiny_models import llama, tokens
 from torch import Tensor, nn
 
@@ -345,14 +345,14 @@ def test_what_can_be_compiled_with_some_weights_only_is_with_these() -> None:
 
 
 def test_what_cannot_be_recomputed_is_kept_and_says_so() -> None:
-    calls = ContextVar("calls", default=0)  # where nothing looks for what a forward writes to
+    calls = ctypes.c_int(0)  # where nothing looks for what a forward writes to
 
     class Counts(Block):
         """A block that is not the same a second time."""
 
         def forward(self, x: Tensor) -> Tensor:
-            calls.set(calls.get() + 1)
-            return super().forward(x) if calls.get() % 2 else x
+            calls.value += 1
+            return super().forward(x) if calls.value % 2 else x
 
     made = plan(job(lambda: Chain(Counts), rows=16, samples=1), budget="1GiB")
     assert made.choices.blocks == {}
@@ -573,7 +573,7 @@ class Profiled:
 
 class TestTheFastestCandidate:
     fast, slow = candidate(1, compiled=True), candidate(3)
-    split, graph = candidate(2, micro_batch=2), candidate(0, cuda_graph=True)
+    split, graph = candidate(2, micro_batch=2), candidate(0, techniques=on("cuda_graph"))
 
     def test_is_one_that_was_not_checked(self) -> None:
         planner = Profiled(self.slow, self.fast, more={})

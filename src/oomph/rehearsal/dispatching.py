@@ -10,6 +10,7 @@ A kernel is replaced for the whole process; threads that do not rehearse get the
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,11 @@ Replace = Callable[[str, Kernel | None, str], None]
 _stand_ins: dict[tuple[str, str], list[Kernel | None]] = {}
 
 
+#: The latest kernels that were registered. Another thread may be about to call one when it is taken
+#: out again: between finding a kernel and calling it, PyTorch waits for Python's lock.
+_kept_for_callers: deque[tuple[Kernel, Any]] = deque(maxlen=4096)
+
+
 def find_operator(name: str) -> Any:
     """The op that a name such as `softmax.int` or `linear` stands for."""
     packet, _, overload = name.partition(".")
@@ -53,8 +59,11 @@ def replaced_kernels() -> Iterator[Replace]:
                 def replace(name: str, kernel: Kernel | None, key: str) -> None:
                     kernels = _stand_ins.setdefault((name, key), [])
                     if not kernels:
-                        library.impl(name, _by_thread(name, key, kernels), key, with_keyset=True)
-                        forget_kernels(find_operator(name))
+                        operator = find_operator(name)
+                        run = _by_thread(name, key, kernels)
+                        library.impl(name, run, key, with_keyset=True)
+                        _kept_for_callers.append((run, torch.library.get_kernel(operator, key)))
+                        forget_kernels(operator)
                     kernels.append(kernel)
                     added.append((name, key))
 

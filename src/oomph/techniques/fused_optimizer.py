@@ -74,7 +74,7 @@ class FusedOptimizer(Technique[FusedOptimizerSettings]):
             raise BadInput(
                 f"{sparse}, which no fused kernel takes: use sparse=False, or plan again"
             )
-        return fuse_optimizer(context.optimizer)
+        return fuse_optimizer(context.optimizer, steps_on=context.device_type)
 
     def training_arguments(
         self, settings: FusedOptimizerSettings, choices: Choices, now: Mapping[str, Any]
@@ -123,9 +123,9 @@ def gap_in_memory(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def fuse_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
+def fuse_optimizer(optimizer: torch.optim.Optimizer, *, steps_on: str = "") -> Undo:
     """Step all groups with fused kernels from now on; the state so far is kept."""
-    why = why_not_fused(optimizer)
+    why = why_not_fused(optimizer, steps_on=steps_on)
     if why:
         raise BadInput(f"this optimizer has no fused step: {why}; leave it as it is")
     flags_before = [{flag: group[flag] for flag in _FLAGS} for group in optimizer.param_groups]
@@ -243,8 +243,11 @@ def _first_momentum(parameter: Tensor, group: dict[str, Any]) -> Tensor:
     return gradient.mul_(group["dampening"] / group["momentum"])
 
 
-def why_not_fused(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer has no fused step, in words; empty where it has one."""
+def why_not_fused(optimizer: torch.optim.Optimizer, *, steps_on: str = "") -> str:
+    """Why an optimizer has no fused step, in words; empty where it has one.
+
+    `steps_on` is the type of the device that steps, where weights may wait elsewhere.
+    """
     if not runs_step_of(optimizer, _FUSED):
         return f"{type(optimizer).__name__} has no fused kernel"
     for group in optimizer.param_groups:
@@ -254,6 +257,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str:
             place = parameter.device.type
             if not parameter.is_floating_point() or place not in ("cuda", "cpu"):
                 return f"a parameter is {parameter.dtype} on {place}"
+            place = steps_on or place
             if place == "cpu" and not steps_rightly_on_cpu(optimizer, parameter):
                 return f"PyTorch's fused SGD does not step {parameter.dtype} on the CPU rightly"
             if isinstance(optimizer, torch.optim.Adagrad) and place == "cuda" and not _new_enough():
