@@ -93,3 +93,23 @@ def test_what_a_function_remembered_before_is_left_alone() -> None:
     remembered = table(16)
     rehearse(job_of(Scaled()), None, ("build", "step"))
     assert table(16) is remembered
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("gpu", [None, "h100-sxm"])
+def test_a_trunk_that_a_builder_only_returns_is_left_as_it_was(
+    gpu: str | None, precision: Any
+) -> None:
+    trunk = nn.Sequential(nn.Linear(16, 16), nn.Dropout()).eval()
+    held = [(one, one.data_ptr(), one.dtype, one.device) for one in trunk.parameters()]
+
+    def build() -> nn.Module:
+        return nn.Sequential(trunk, nn.Linear(16, 1))
+
+    batch = torch.ones(4, 16), torch.ones(4, 1)
+    job = Job(build, nn.MSELoss(), "adamw", batch, precision=precision)
+    rehearse(job, find_gpu(gpu) if gpu else None)
+    assert held == [(one, one.data_ptr(), one.dtype, one.device) for one in trunk.parameters()]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in trunk.modules())
+    assert not any(one.requires_grad and one._post_accumulate_grad_hooks for one, *_ in held)
+    assert not trunk.training and all(one.grad is None for one, *_ in held)
